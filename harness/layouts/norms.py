@@ -33,20 +33,14 @@ def explain_norm(
     def fits(expected: Mapping[int, float]) -> bool:
         return all(abs(value**2 - expected[rank]) <= 1e-10 * total for rank, value in actual.items())
 
-    for over in _subsets(layout.large):
-        once, often = {}, {}
-        for rank in actual:
-            of_rank = [held[each] for each in layout.members(over, rank)]
-            parts = [(name, region[region != PADDING]) for each in of_rank for name, region in each.items()]
-            unique = {
-                (name, tuple(region.reshape(-1)[:1].tolist()), region.numel()): (name, region)
-                for name, region in parts
-            }
-            once[rank] = sum(float(squares[name][region].sum()) for name, region in unique.values())
-            often[rank] = sum(float(squares[name][region].sum()) for name, region in parts)
-        if len(over) < len(layout.large) and fits(once):
+    subsets = list(_subsets(layout.large))
+    # Where several fit, that which lacks the fewest sums: over replicas alone there is nothing to add.
+    for over in reversed(subsets[:-1]):
+        if fits({rank: _total(_of_ranks(held, layout.members(over, rank)), squares) for rank in actual}):
             return f"lacks a sum over {' and '.join(axis for axis in layout.large if axis not in over)}"
-        if over and fits(often):
+    alone = {rank: _total(_of_ranks(held, [rank]), squares) for rank in held}
+    for over in subsets[1:]:
+        if fits({rank: sum(alone[other] for other in layout.members(over, rank)) for rank in actual}):
             return f"counts what is replicated over {' or '.join(over)} more than once"
     values = list(actual.values())
     if max(values) - min(values) > 1e-10 * abs(total) ** 0.5:
@@ -57,6 +51,24 @@ def explain_norm(
             if fits(dict.fromkeys(actual, total + (times - 1) * of_class)):
                 return f"leaves out {label}" if not times else f"counts {label} {times} times"
     return ""
+
+
+Parts = Mapping[tuple[str, int, int], torch.Tensor]
+"""Regions, each once, by name, first element and number of elements."""
+
+
+def _of_ranks(held: Regions, ranks: Sequence[int]) -> Parts:
+    """Return the parts of tensors that ranks hold together, those of replicas once."""
+    found = {}
+    for rank in ranks:
+        for name, region in held[rank].items():
+            inside = region[region != PADDING]
+            found[name, int(inside[0]) if inside.numel() else 0, inside.numel()] = inside
+    return found
+
+
+def _total(parts: Parts, squares: Mapping[str, torch.Tensor]) -> float:
+    return sum(float(squares[name][region].sum()) for (name, *_), region in parts.items())
 
 
 def _subsets(axes: Sequence[str]) -> Iterator[tuple[str, ...]]:

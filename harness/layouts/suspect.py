@@ -244,6 +244,11 @@ class Suspect:
                     else f"wrong at {axis} {listed(bad)}"
                 )
                 return f"is {where}: replicas differ"
+        held_right = [self.regions[rank] for rank in right]
+        if right and all(
+            any(torch.equal(each, mine) for mine in held_right) for each in self.regions.values()
+        ):
+            return f"is right on {ranks(sorted(right))} alone: replicas differ"
         return ""
 
     def factor(self, values: Values) -> float | None:

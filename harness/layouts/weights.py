@@ -55,8 +55,13 @@ class Weighing:
             yield Counting(name, data, row // micro)
             if micro > 1:
                 yield Counting(name, data, row % data)
+        place = torch.arange(len(row)) % blocks.sequence
+        if data > 1 and blocks.sequence > 1:
+            for of_row in (row // micro, row % data) if micro > 1 else (row,):
+                labels = of_row * blocks.sequence + place
+                yield Counting("row and sequence part", data * blocks.sequence, labels)
         if blocks.sequence > 1:
-            yield Counting("sequence part", blocks.sequence, torch.arange(len(row)) % blocks.sequence)
+            yield Counting("sequence part", blocks.sequence, place)
 
     def explain(self, gradients: Mapping[str, torch.Tensor]) -> str:
         """Return by which weights of blocks wrong gradients are explained, "" if by none that has a name."""

@@ -110,7 +110,7 @@ def test_an_input_under_which_bugs_pass_is_refused(layout: Layout, name: str) ->
 @pytest.mark.layouts(dp=(1, 2))
 def test_what_is_no_trainer_is_refused(layout: Layout) -> None:
     with pytest.raises(
-        TypeError, match="parallelize.. returns tuple: return a module, or a trainer with a mod"
+        TypeError, match=r"parallelize\(\) returns tuple: return a module, or a trainer with a mod"
     ):
         assert_same_as_unsharded(layout, build, lambda model, layout: (model, layout), BATCHES, loss)
 

@@ -94,13 +94,44 @@ def test_the_last_line_says_whether_backward_was_right(layout: Layout, bug: str,
     assert report(layout, bug)[-1] == last
 
 
-@pytest.mark.layouts(dp=(1, 2), tp=(1, 2))
+OF_TWO_AXES = {
+    "not reduced": "equals the reference after a sum over dp and cp: that reduction is missing",
+    "divided": "is 1/4 of the reference: divided by dp and cp (4) once too often",
+    "mean of means": "is a mean of the means of each row and sequence part",
+    "lost part": "lacks row and sequence part 1 of 4",
+    "one replica": "is right on rank 0 alone: replicas differ",
+    "last microbatch": "lacks microbatches 0, 1 of 3",
+    "loss not reduced": "loss equals the reference after a sum over dp and cp: that reduction is missing",
+}
+
+
+@pytest.mark.parametrize("bug", OF_TWO_AXES)
+@pytest.mark.layouts(dp=(2,), cp=(2,))
+def test_a_bug_over_two_axes_is_named(layout: Layout, bug: str) -> None:
+    lines = report(layout, bug)
+    assert OF_TWO_AXES[bug] in lines[1], lines
+
+
+@pytest.mark.layouts(dp=(2,), tp=(2,))
+def test_of_a_plan_over_two_axes_the_one_that_is_wrong_is_named(layout: Layout) -> None:
+    assert "total norm lacks a sum over tp (" in report(layout, "norm of this rank", PlanWithNorm)[1]
+    assert "equals the reference after a sum over dp: that" in report(layout, "not reduced")[1]
+    assert "each dp part" in report(layout, "mean of means")[1]
+
+
+class HalfPlan(Plan):
+    """A plan over dp and tp with a division by a size that both have."""
+
+    def reduce(self) -> None:
+        super().reduce()
+        for each in self.model.parameters():
+            each.grad /= self.layout["tp"]
+
+
+@pytest.mark.layouts(dp=(2,), tp=(2,))
 def test_two_axes_of_one_size_are_both_named(layout: Layout) -> None:
-    if layout.name == "dp2-tp2":
-        lines = report(layout, "divided")
-        assert "is 1/4 of the reference: divided by dp and tp (4) once too often" in lines[1], lines
-    else:
-        assert layout.name in ("dp2", "tp2")
+    lines = report(layout, "", HalfPlan)
+    assert "(and 9 more of 10) is 1/2 of the reference: divided by dp, or tp (2) once too often" in lines[1]
 
 
 NORMS = {
