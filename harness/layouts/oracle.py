@@ -231,7 +231,9 @@ class _ShardedRun:
         """Return the unsharded model's name for one of this rank's modules."""
         if not own:
             return own if self.layout["pp"] == 1 else "a stage"
-        return self.shards.name(f"{own}.weight", self.layout).removesuffix(".weight")
+        with suppress(Exception):  # it is a function of parameters' names
+            return self.shards.name(f"{own}.weight", self.layout).removesuffix(".weight")
+        return f"{own} of a stage"
 
     def _is_wrong(self, moment: Moment) -> bool:
         expected = self.reference.steps[moment.step]

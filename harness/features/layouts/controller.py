@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import re
 from collections.abc import Iterator
 from fnmatch import fnmatchcase
 from typing import Any
@@ -88,6 +90,12 @@ def _test_of(item: pytest.Item) -> str:
     return f"{test}[{others}]" if others else test
 
 
+def _size(name: str) -> tuple[int, int]:
+    """Return how many ranks and axes a layout has, by its name: `pytest -n` reports in any order."""
+    sizes = [int(each) for each in re.findall(r"\d+", name)]
+    return math.prod(sizes), len(sizes)
+
+
 def _lines(stats: dict[str, list[Any]]) -> Iterator[str]:
     found: dict[str, dict[str, str]] = {}
     for kind, reports in stats.items():
@@ -107,7 +115,7 @@ def _lines(stats: dict[str, list[Any]]) -> Iterator[str]:
         }
         line = f"layouts of {test}: {len(counts['passed'])} of {len(of_test)} held"
         if failed := counts["failed"]:
-            line += f", {len(failed)} failed, {failed[0]} the smallest"
+            line += f", {len(failed)} failed, {min(failed, key=_size)} the smallest"
         if counts["skipped"]:
             line += f", {len(counts['skipped'])} not run"
         yield line
