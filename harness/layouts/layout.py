@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 AXES = ("pp", "dp", "fsdp", "ep", "cp", "tp")
 """The axes that every layout has; those that a test does not name are of size 1."""
 DATA_AXES = ("dp", "dp_replicate", "fsdp", "dp_shard", "ep")
-"""The axes whose ranks have different rows of a batch."""
+"""The axes along which ranks have different rows of a batch."""
 
 
 class Layout:

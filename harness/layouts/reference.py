@@ -78,7 +78,7 @@ class Blocks:
     Attributes:
         rows: number of blocks along dim 0.
         sequence: number of parts of each, along the sequence; a block's number counts these first.
-        terms: names of auxiliary terms, whose gradients follow those of the blocks.
+        terms: names of auxiliary terms; their gradients follow those of the blocks.
         losses: of each block, nan where nothing is to be predicted.
         gradients: of blocks and terms, stacked, by name.
         whole: gradients of the whole batch.
@@ -248,7 +248,7 @@ class Reference:
 
 
 def fit(gradients: Mapping[str, torch.Tensor], target: Mapping[str, torch.Tensor]) -> torch.Tensor | None:
-    """Return the weights of gradients whose sum is the target, by least squares; None if it is no such sum.
+    """Return the weights of gradients that add up to the target, by least squares; None if it is no such sum.
 
     A gradient that is zero gets the weight nan.
 
