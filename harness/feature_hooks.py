@@ -117,7 +117,7 @@ def pytest_ranks_spread(mark: RanksMark, key: WorldKey) -> Spread | Refusal | No
 
 @pytest.hookspec(firstresult=True)
 def pytest_ranks_shared_directory(request: Request) -> str | None:
-    """Return the directory that all ranks of a world share, "" if there is none. Called in the controller."""
+    """Return the directory that the hosts of a world share, "" if there is none. Called in the controller."""
 
 
 @pytest.hookspec(firstresult=True)
@@ -245,6 +245,17 @@ def pytest_ranks_run_item(item: pytest.Item, nextitem: pytest.Item | None, order
 
 
 @pytest.hookspec
+def pytest_ranks_failed(
+    item: pytest.Item, report: pytest.TestReport, error: BaseException, parts: dict[str, Any]
+) -> None:
+    """Add what features send with the report of a failure. Called in each rank.
+
+    Args:
+        error: what was raised.
+    """
+
+
+@pytest.hookspec
 def pytest_ranks_called() -> None:
     """Fail a test whose function has returned. Called in each rank."""
 
@@ -266,7 +277,10 @@ def pytest_ranks_regrouped() -> None:
 
 @pytest.hookspec
 def pytest_ranks_outcome(outcome: ItemOutcome, order: RunItem) -> None:
-    """Complete the outcome of an item before it is judged and reported. Called in the controller."""
+    """Complete the outcome of an item before it is judged and reported. Called in the controller.
+
+    Not for an item that has passed, and with which no feature has sent anything, to ranks or from them.
+    """
 
 
 @pytest.hookspec(firstresult=True)

@@ -71,7 +71,8 @@ class SharedDirectories:
     def path_for(self, item: pytest.Item, request: Request) -> str:
         """Return a path for one run of an item; "" where no directory is known that all ranks see."""
         self._here = self._here or str(basetemp_of(self._config) / "shared")
-        given: str | None = self._config.hook.pytest_ranks_shared_directory(request=request)
+        shared = self._config.hook.pytest_ranks_shared_directory
+        given: str | None = shared(request=request) if request.key.spread else None
         above = self._here if given is None else given
         name = f"{next(self._numbers)}-{getattr(item, 'originalname', 'test')}"
         return above and f"{above}/{name[:40]}"

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from lockstep.output import MAX_MESSAGE, MAX_TEXT, truncate, truncate_lines
-from lockstep.protocol import Reported, Warned
+from lockstep.protocol import REPORT_PARTS, Reported, Warned
 from lockstep.pytest_internals import is_xfail_call
 from lockstep.rank.output import TestOutput
 from lockstep.rank.pytest_internals import XML_REPORT, escape_for_xml, is_of_user, serialise_report
@@ -36,6 +36,7 @@ class RankReporter:
         self._rank = rank
         self._standing = standing
         self._guards = guards
+        self._raised: BaseException | None = None
         self._xml = XmlNotes()
         self._output = TestOutput(rank.world, rank.spec.session.output_directory)
 
@@ -48,11 +49,13 @@ class RankReporter:
     def begin(self, item: pytest.Item) -> None:
         """Expect the reports of this item."""
         self.phases_over = 0
+        self._item = item
         self._output.begin(item)
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_runtest_makereport(self, item: pytest.Item, call: pytest.CallInfo[None]) -> None:
-        self._rank.forks.end_child(call.excinfo and call.excinfo.value)  # of a subtest, above all
+        self._raised = call.excinfo and call.excinfo.value
+        self._rank.forks.end_child(self._raised)  # of a subtest, above all
         self._output.settle(item)
 
     @pytest.hookimpl(trylast=True)  # what a hook of the user's raises here belongs to the same phase
@@ -74,6 +77,10 @@ class RankReporter:
         data = self._serialise(report)
         if notes := self._xml.take():
             data["xml_notes"] = notes
+        error, self._raised = self._raised, None
+        if report.failed and error is not None:
+            parts = data[REPORT_PARTS] = {}
+            self._config.hook.pytest_ranks_failed(item=self._item, report=report, error=error, parts=parts)
         if _raised(report):
             is_of_subtest = type(report) is not pytest.TestReport
             ends_part = report.failed if is_of_subtest else report.when != "teardown"

@@ -138,7 +138,8 @@ class ItemRun:
             preparation=self.order.preparation,
             parts=self.parts,
         )
-        self._hook.pytest_ranks_outcome(outcome=outcome, order=self.order)
+        if self.order.parts or any(rank.parts() for rank in outcome.ranks) or not outcome.has_passed():
+            self._hook.pytest_ranks_outcome(outcome=outcome, order=self.order)
         return outcome
 
     def send(self, rank: int, part: Part) -> None:

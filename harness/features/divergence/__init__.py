@@ -1,6 +1,4 @@
 """The second run, with recording, of a test in which two runs, or ranks, differ. Must not import torch."""
 
 FEATURE = "divergence"
-
-DIVERGED = "diverged"
-"""The attribute of a failure's report that holds the case, or "", in which runs or ranks differed."""
+"""Name of the feature, by which the report of a failure has the case, or "", in which runs differed."""

@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Generator, Mapping
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from lockstep.exceptions import Diverged
 from lockstep.features.divergence import FEATURE
 from lockstep.hookspecs import RANK_PLUGIN
 from lockstep.options import Options, add_long_names
 
 if TYPE_CHECKING:
     from lockstep.protocol import RunItem
-    from lockstep.rank.session import RankSession
     from lockstep.reporting.rank_reports import Context
     from lockstep.world.outcome import ItemOutcome
 
@@ -33,12 +33,28 @@ def pytest_ranks_short_options() -> Options:
     return _OPTIONS
 
 
-def pytest_configure(config: pytest.Config) -> None:
-    session: RankSession | None = config.pluginmanager.get_plugin(RANK_PLUGIN)
-    if session is not None and not config.option.ranks_no_divergence:
-        from lockstep.features.divergence.rank import Divergences
+# In a rank
 
-        config.pluginmanager.register(Divergences(session.rank.spec.session.cwd))
+
+@pytest.hookimpl(tryfirst=True)  # another feature returns an item
+def pytest_ranks_item(item: pytest.Item, order: RunItem) -> None:
+    if FEATURE in order.parts:
+        from lockstep.features.divergence.rank import RecordedItem
+
+        session: Any = item.config.pluginmanager.get_plugin(RANK_PLUGIN)
+        item.config.pluginmanager.register(RecordedItem(session.rank.spec.session.cwd))
+
+
+def pytest_ranks_failed(
+    item: pytest.Item, report: pytest.TestReport, error: BaseException, parts: dict[str, Any]
+) -> None:
+    # The search of a property for a smaller example ends with a recorded run of that.
+    is_property = getattr(getattr(item, "obj", None), "is_hypothesis_test", False)
+    if isinstance(error, Diverged) and not (is_property or item.config.option.ranks_no_divergence):
+        parts[FEATURE] = report.context.msg or "" if isinstance(report, pytest.SubtestReport) else ""
+
+
+# In the controller
 
 
 @pytest.hookimpl(wrapper=True)

@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 
 from lockstep.exceptions import WorldError
-from lockstep.features.divergence import DIVERGED, FEATURE
-from lockstep.protocol import RunItem
+from lockstep.features.divergence import FEATURE
+from lockstep.protocol import REPORT_PARTS, RunItem
 from lockstep.reporting.merge import as_option, uses_run_subtests
 from lockstep.world.outcome import ItemOutcome
 
@@ -29,8 +29,13 @@ _LATE = "the test ran again, with recording, and did not end before its deadline
 
 def diverged_case(outcome: ItemOutcome) -> str | None:
     """Return the first case in which runs or ranks differ, "" for the test itself; None if there is none."""
-    reports = (report for rank in outcome.ranks for report in rank.reports)
-    return next((str(report[DIVERGED]) for report in reports if DIVERGED in report), None)
+    cases = (_case_of(report) for rank in outcome.ranks for report in rank.reports)
+    return next((case for case in cases if case is not None), None)
+
+
+def _case_of(report: dict[str, Any]) -> str | None:
+    case: str | None = report.get(REPORT_PARTS, {}).get(FEATURE)
+    return case
 
 
 def run_recorded(
@@ -65,19 +70,17 @@ def _recorded_order(order: RunItem, item: pytest.Item, case: str) -> RunItem:
 
 def _explain(outcome: ItemOutcome, recorded: ItemOutcome, case: str) -> str:
     """Replace reports by those of the recorded run; return a note if it has none."""
-    again = {rank.rank: _reports_of(rank.reports, case) for rank in recorded.ranks}
+    again = {
+        rank.rank: [report for report in rank.reports if _case_of(report) == case] for rank in recorded.ranks
+    }
     if not any(again.values()):
         return _LATE if recorded.timed_out else _PASSED if _passed(recorded) else _OTHERWISE
     for rank in outcome.ranks:
         new = iter(again.get(rank.rank, ()))
         rank.reports[:] = [
-            next(new, report) if report.get(DIVERGED) == case else report for report in rank.reports
+            next(new, report) if _case_of(report) == case else report for report in rank.reports
         ]
     return ""
-
-
-def _reports_of(reports: list[dict[str, Any]], case: str) -> list[dict[str, Any]]:
-    return [report for report in reports if report.get(DIVERGED) == case]
 
 
 def _passed(outcome: ItemOutcome) -> bool:

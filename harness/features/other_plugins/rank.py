@@ -6,7 +6,7 @@ Runs inside a rank.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Generator
+from collections.abc import Callable
 from functools import partial
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
@@ -15,7 +15,7 @@ import pytest
 
 from lockstep.features.other_plugins import FEATURE, Raised
 from lockstep.output import MAX_MESSAGE, truncate
-from lockstep.protocol import REPORT_PARTS, Warned
+from lockstep.protocol import Warned
 from lockstep.rank.pytest_internals import hook_functions
 
 if TYPE_CHECKING:
@@ -116,24 +116,13 @@ class SentWarnings:
 class NamedErrors:
     """Adds to the report of a failure what was raised, for pytest-rerunfailures in the controller."""
 
-    def __init__(self) -> None:
-        self._raised: BaseException | None = None
-
-    @pytest.hookimpl(tryfirst=True)
-    def pytest_runtest_makereport(self, call: pytest.CallInfo[None]) -> None:
-        self._raised = call.excinfo and call.excinfo.value
-
-    @pytest.hookimpl(wrapper=True)
-    def pytest_report_to_serializable(self, report: pytest.TestReport) -> Generator[None, Any, Any]:
-        data = yield
-        if report.failed and data is not None:
-            data.setdefault(REPORT_PARTS, {})[FEATURE] = _names(self._raised)
-        self._raised = None
-        return data
+    def pytest_ranks_failed(self, error: BaseException, parts: dict[str, Any]) -> None:
+        parts[FEATURE] = _names(error)
 
 
-def _names(error: BaseException | None) -> tuple[Raised, ...]:
+def _names(raised: BaseException) -> tuple[Raised, ...]:
     """Return the classes and texts of an exception and of those that it came from, outermost first."""
+    error: BaseException | None = raised
     named: list[Raised] = []
     while error is not None and len(named) < MAX_RAISED:  # a chain may be a circle
         classes = [each for each in type(error).__mro__ if issubclass(each, BaseException)]
