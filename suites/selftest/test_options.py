@@ -30,12 +30,6 @@ SECONDS = "a number of seconds above 0, at most 1000000"
         (["--device=xpu"], "--device xpu: this machine has no GPU; run with --backend gloo --device cpu"),
         (["--device="], "--device : torch.distributed has no backend for it; it has one for cpu, cuda"),
         (["--device=gpu"], "--device gpu: torch.distributed has no backend for it; it has one for cpu, cuda"),
-        (
-            ["--skew=1:nan"],
-            "--skew '1:nan': a seed is from 0 to 2**64 - 1, a delay above 0 and at most 60000",
-        ),
-        (["--skew", "9" * 5000], f"--skew '{'9' * 59}... (5002 characters): write SEED or SEED:MILLISECONDS"),
-        (["--skew="], "--skew '': write SEED or SEED:MILLISECONDS"),
         (["-o", "ranks_at_once=0"], "ranks_at_once = 0: write a whole number above 0"),
         (["-o", "ranks_at_once=two"], "ranks_at_once: write a whole number above 0"),
         (["-o", f"ranks_at_once={'9' * 5000}"], "ranks_at_once: write a whole number above 0"),
@@ -53,10 +47,6 @@ def test_a_value_that_no_session_can_use_is_refused(
 
 MARKS = {
     "wide": ("ranks(20_000)", "ranks(20000): 10000 ranks at most under gloo; fake worlds"),
-    "seeds": ("skew(seeds=10**9)", "skew(seeds=1000000000): a number from 1 to 10000, or a list of at most"),
-    "range": ("skew(seeds=range(10**30))", "skew(seeds=range(0, 1"),
-    "true": ("skew(seeds=[True])", "skew(seeds=[True]): a number from 1 to 10000"),
-    "ever": ('skew(milliseconds=float("inf"))', "skew(milliseconds=inf): above 0 and at most 60000"),
     "timeout": ('timeout(float("nan"))', f"timeout of pytest-timeout is nan: write {SECONDS}, or 0 for none"),
 }
 
@@ -72,7 +62,7 @@ def marks(shared_project: Project) -> str:
 @pytest.mark.parametrize("name", MARKS)
 def test_a_mark_with_a_number_that_is_none_fails_its_test(marks: str, name: str) -> None:
     assert MARKS[name][1] in marks
-    assert "1 passed, 4 failed, 2 errors" in marks or "4 failed, 1 passed, 2 errors" in marks
+    assert "1 passed, 2 errors" in marks
 
 
 def test_a_size_of_the_flight_recorder_that_is_none_is_named(project: Project) -> None:

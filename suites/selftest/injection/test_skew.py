@@ -7,7 +7,7 @@ import re
 import pytest
 
 from lockstep.features.injection.schedule import Schedule
-from suites.selftest.project import PROJECTS, WITHOUT_PLUGINS, Run, copy_project, line_of, run_pytest
+from suites.selftest.project import PROJECTS, WITHOUT_PLUGINS, Project, Run, copy_project, line_of, run_pytest
 
 FILE = PROJECTS / "skew" / "test_skew.py"
 ON_EACH = pytest.mark.parametrize("backend", ["gloo", "shm"])
@@ -115,3 +115,33 @@ def test_a_seed_always_draws_the_same_delays() -> None:
     assert drawn != [Schedule(4, 10).delay(*point) for point in points]
     assert 20 < sum(delay > 0 for delay in drawn) < 100
     assert max(drawn) <= 0.01
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        (["--skew=1:nan"], "'1:nan': a seed is from 0 to 2**64 - 1, a delay above 0 and at most 60000"),
+        (["--skew", "9" * 5000], f"'{'9' * 59}... (5002 characters): write SEED or SEED:MILLISECONDS"),
+        (["--skew="], "'': write SEED or SEED:MILLISECONDS"),
+    ],
+    ids=["nan", "long", "empty"],
+)
+def test_a_schedule_that_is_none_is_refused(pytester: pytest.Pytester, args: list[str], message: str) -> None:
+    with pytest.raises(pytest.UsageError, match=f"^{re.escape(f'--skew {message}')}"):
+        pytester.parseconfigure(*args)
+
+
+MARKS = {
+    "seeds": ("seeds=10**9", "skew(seeds=1000000000): a number from 1 to 10000, or a list of at most"),
+    "range": ("seeds=range(10**30)", "skew(seeds=range(0, 1"),
+    "true": ("seeds=[True]", "skew(seeds=[True]): a number from 1 to 10000"),
+    "ever": ('milliseconds=float("inf")', "skew(milliseconds=inf): above 0 and at most 60000"),
+}
+
+
+def test_a_mark_with_a_number_that_is_none_fails_its_test(project: Project) -> None:
+    tests = [f"@pytest.mark.skew({mark})\ndef test_{name}(world): ...\n" for name, (mark, _) in MARKS.items()]
+    project.write("\n".join(tests) + "\ndef test_sound(world): ...\n")
+    output = project.run("--tb=short")
+    assert [name for name, (_, message) in MARKS.items() if message not in output] == []
+    assert "4 failed, 1 passed" in output or "1 passed, 4 failed" in output
