@@ -11,14 +11,14 @@ import sys
 import threading
 import weakref
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 
-from lockstep.features.exchanges.exchanged import ANY_RANK, FEATURE, Exchanged
+from lockstep.features.exchanges.plugin import ANY_RANK, FEATURE, Exchanged
 from lockstep.hookspecs import Ending
 from lockstep.protocol import DEFAULT_GROUP
 from lockstep.tracebacks import is_installed
@@ -26,20 +26,8 @@ from lockstep.tracebacks import is_installed
 __tracebackhide__ = True  # a send that fails is the user's, and torch's
 
 
-@dataclass(slots=True, eq=False)
-class _Channel:
-    """The messages of one kind, in one group, to or from one peer, with one tag."""
-
-    group: weakref.ref[dist.ProcessGroup]
-    is_send: bool
-    peer: int | None
-    """Its rank in the group; None stands for any."""
-    tag: int
-    begun: int = 0
-    waited: int = 0
-    call: str = ""
-    tensor: str = ""
-    line: str = ""
+Channel = tuple[weakref.ref[dist.ProcessGroup], bool, int, int]
+"""A group; whether it is sends or receives; the peer's rank in the group; the tag."""
 
 
 class Exchanges:
@@ -61,8 +49,9 @@ class Exchanges:
         manager: pytest.PytestPluginManager,
     ) -> None:
         self._base, self._members, self._manager = base, members, manager
-        self._channels: dict[tuple[object, ...], _Channel] = {}
-        self._works: weakref.WeakKeyDictionary[dist.Work, _Channel] = weakref.WeakKeyDictionary()
+        self._exchanged: dict[Channel, Exchanged] = {}
+        """The peer of each is its rank in the group."""
+        self._works: weakref.WeakKeyDictionary[dist.Work, Channel] = weakref.WeakKeyDictionary()
         self._changing = threading.Lock()
         self._sees_shm = self._sees_waits = False
 
@@ -101,23 +90,28 @@ class Exchanges:
     def clear(self) -> None:
         """Forget everything: a test begins, or the groups are new."""
         with self._changing:
-            self._channels.clear()
+            self._exchanged.clear()
             self._works.clear()
 
     def take(self) -> tuple[Exchanged, ...]:
         """Return what the groups that still live have exchanged, and forget it."""
-        if not self._channels:
+        if not self._exchanged:
             return ()
         with self._changing:
             for work, channel in list(self._works.items()):
-                channel.waited += work.is_completed()
-            channels = list(self._channels.values())
+                if work.is_completed():
+                    self._count_wait(channel)
+            exchanged = dict(self._exchanged)
         members = dict(self._members())
         self.clear()
         living = [
-            (each, group) for each in channels if (group := each.group()) in members and group is not None
+            (each, members[group])
+            for (of_group, *_), each in exchanged.items()
+            if (group := of_group()) is not None and group in members
         ]
-        return tuple(_describe(channel, group, members[group]) for channel, group in living)
+        return tuple(
+            each if each.peer == ANY_RANK else replace(each, peer=ranks[each.peer]) for each, ranks in living
+        )
 
     def _recorded(self, begin: Callable[..., dist.Work], is_send: bool) -> Callable[..., dist.Work]:
         @functools.wraps(begin)
@@ -125,25 +119,31 @@ class Exchanges:
             __tracebackhide__ = True
             work = begin(group, tensors, *peer_and_tag)
             *given, tag = peer_and_tag
-            peer = given[0] if given and given[0] != ANY_RANK else None
-            self._record(work, tensors[0], _Channel(weakref.ref(group), is_send, peer, tag))
+            peer = given[0] if given else ANY_RANK
+            self._record(work, tensors[0], (weakref.ref(group), is_send, peer, tag), group)
             return work
 
         return recorded
 
-    def _record(self, work: dist.Work, tensor: torch.Tensor, new: _Channel) -> None:
-        key = new.group, new.is_send, new.peer, new.tag
+    def _record(
+        self, work: dist.Work, tensor: torch.Tensor, channel: Channel, group: dist.ProcessGroup
+    ) -> None:
+        name = DEFAULT_GROUP if group is dist.group.WORLD else group.group_name
         call, line = self._caller()
+        sent = f"{str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)}"
         with self._changing:
-            channel = self._channels.setdefault(key, new)
-            channel.begun += 1
-            channel.call, channel.line = call, line
-            channel.tensor = f"{str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)}"
+            before = self._exchanged.get(channel)
+            begun, waited = (before.begun, before.waited) if before else (0, 0)
+            self._exchanged[channel] = Exchanged(name, *channel[1:], begun + 1, waited, call, sent, line)
             self._see_waits()
             if tensor.device.type == "cpu":
                 self._works[work] = channel
             else:  # nccl sends what it has begun, with or without its handle
-                channel.waited += 1
+                self._count_wait(channel)
+
+    def _count_wait(self, channel: Channel) -> None:
+        before = self._exchanged[channel]
+        self._exchanged[channel] = replace(before, waited=before.waited + 1)
 
     def _caller(self) -> tuple[str, str]:
         """Return the function of torch that the user has called, and the user's line."""
@@ -172,9 +172,8 @@ class Exchanges:
             done = wait(work, *args, **kwargs)
             if self._works:
                 with self._changing:
-                    channel = self._works.pop(work, None)
-                    if channel is not None:
-                        channel.waited += 1
+                    if (channel := self._works.pop(work, None)) is not None:
+                        self._count_wait(channel)
             return done
 
         return waiting
@@ -191,17 +190,3 @@ class ExchangesOfTest:
         if exchanged := self._exchanges.take():
             ending.parts[FEATURE] = exchanged
             ending.usable = ending.usable and all(each.waited == each.begun for each in exchanged)
-
-
-def _describe(channel: _Channel, group: dist.ProcessGroup, members: tuple[int, ...]) -> Exchanged:
-    return Exchanged(
-        group=DEFAULT_GROUP if group is dist.group.WORLD else group.group_name,
-        is_send=channel.is_send,
-        peer=ANY_RANK if channel.peer is None else members[channel.peer],
-        tag=channel.tag,
-        begun=channel.begun,
-        waited=channel.waited,
-        call=channel.call,
-        tensor=channel.tensor,
-        line=channel.line,
-    )
