@@ -7,9 +7,11 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+from lockstep.features.live_output import FEATURE, Shown
 from lockstep.hookspecs import RANK_PLUGIN
 
 if TYPE_CHECKING:
+    from lockstep.protocol import Part
     from lockstep.rank.session import RankSession
 
 
@@ -25,6 +27,26 @@ def pytest_cmdline_main(config: pytest.Config) -> Generator[None, object, object
 
 def pytest_configure(config: pytest.Config) -> None:
     if not config.pluginmanager.hasplugin(RANK_PLUGIN):
-        from lockstep.features.live_output.controller import ShownOutput
-
         config.pluginmanager.register(ShownOutput(config))
+
+
+class ShownOutput:
+    """Writes lines of ranks, with the rank before each, to the terminal or to the log file."""
+
+    def __init__(self, config: pytest.Config) -> None:
+        self._config = config
+
+    def pytest_ranks_message(self, part: Part) -> None:
+        """Write a text of a rank. A process of `pytest -n` has no terminal, as for tests without ranks."""
+        if part.feature != FEATURE:
+            return
+        from lockstep.controller.pytest_internals import write_to_log_file
+
+        shown: Shown = part.data
+        text = "".join(f"rank {shown.rank}: {line}\n" for line in shown.text.splitlines())
+        terminal: pytest.TerminalReporter | None = self._config.pluginmanager.get_plugin("terminalreporter")
+        if shown.to_file:
+            write_to_log_file(self._config, text)
+        elif terminal is not None:
+            terminal.ensure_newline()
+            terminal.write(text, flush=True)

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from lockstep.features.live_output.shown import FEATURE, Shown
+from lockstep.features.live_output import FEATURE, Shown
 from lockstep.output import log_file, shows_logs
 from lockstep.protocol import Part
 from lockstep.rank.pytest_internals import make_terminal_writer, replace_log_handlers
@@ -60,11 +60,9 @@ class SentLog(logging.Handler):
                 Part(FEATURE, Shown(self._rank.world.rank, self.format(record), self._to_file))
             )
 
-    def reset(self) -> None:
-        """Do nothing; pytest calls it before each test."""
+    def reset(self) -> None: ...  # pytest calls it before each test
 
-    def set_when(self, when: str | None) -> None:
-        """Do nothing; pytest calls it before each phase."""
+    def set_when(self, when: str | None) -> None: ...  # and this before each phase
 
 
 class SentLines:
