@@ -1,3 +1,1 @@
 """The coverage of ranks, where pytest-cov measures that of the controller."""
-
-FEATURE = "coverage"
