@@ -39,8 +39,6 @@ def pytest_ranks_short_options() -> Options:
 @pytest.hookimpl(tryfirst=True)  # another feature returns an item
 def pytest_ranks_item(item: pytest.Item, order: RunItem) -> None:
     if FEATURE in order.parts:
-        from lockstep.features.divergence.rank import RecordedItem
-
         session: Any = item.config.pluginmanager.get_plugin(RANK_PLUGIN)
         item.config.pluginmanager.register(RecordedItem(session.rank.spec.session.cwd))
 
@@ -52,6 +50,31 @@ def pytest_ranks_failed(
     is_property = getattr(getattr(item, "obj", None), "is_hypothesis_test", False)
     if isinstance(error, Diverged) and not (is_property or item.config.option.ranks_no_divergence):
         parts[FEATURE] = report.context.msg or "" if isinstance(report, pytest.SubtestReport) else ""
+
+
+class RecordedItem:
+    """Records what one item computes.
+
+    Args:
+        base: directory that the user's files are named from.
+    """
+
+    def __init__(self, base: str) -> None:
+        self._base = base
+
+    @pytest.hookimpl(wrapper=True)
+    def pytest_ranks_run_item(self, item: pytest.Item, order: RunItem) -> Generator[None, object, object]:
+        from lockstep.recorders import ExecutionLog
+
+        option = item.config.option
+        selected = option.subtest
+        option.subtest = list(order.parts[FEATURE]) or selected
+        try:
+            with ExecutionLog(self._base):
+                return (yield)
+        finally:
+            option.subtest = selected
+            item.config.pluginmanager.unregister(self)
 
 
 # In the controller

@@ -60,7 +60,6 @@ def address_towards(address: str) -> str:
 
 
 def words(error: OSError) -> str:
-    """Return what an error says, in words."""
     if isinstance(error, TimeoutError | BlockingIOError):
         return "no answer in time"
     return error.strerror or str(error)

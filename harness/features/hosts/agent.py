@@ -67,7 +67,6 @@ class Agent:
         self._listener.serve(stop)
 
     def close(self) -> None:
-        """End all ranks and the server."""
         self._listener.close()
         with self._starting:
             if self._launcher is not None:

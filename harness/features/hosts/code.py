@@ -19,7 +19,6 @@ Ask = Callable[[int, list[str]], Digests]
 
 
 def digests(paths: Iterable[str]) -> Digests:
-    """Return the digests of files of this host."""
     return {path: _digest(Path(path)) for path in paths}
 
 

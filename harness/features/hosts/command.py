@@ -15,7 +15,6 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
 from pathlib import Path
 from secrets import token_hex
 from typing import TYPE_CHECKING
@@ -26,12 +25,12 @@ from lockstep.exceptions import LaunchError
 from lockstep.features.hosts.addresses import address_towards, is_here, resolve
 from lockstep.features.hosts.hosts_file import HOSTS, HostInfo, this_host
 from lockstep.features.hosts.join_info import (
+    MAKE_SECRET,
     JoinInfo,
     Known,
     SharedFile,
     Store,
     WithoutSecret,
-    needed_secret,
     rendezvous_point,
     take_secret,
 )
@@ -42,7 +41,7 @@ from lockstep.features.hosts.launchers import (
     place_of,
     without_launcher,
 )
-from lockstep.features.hosts.rendezvous import Comer, Rendezvous, Way, versions
+from lockstep.features.hosts.rendezvous import Comer, Rendezvous, versions
 from lockstep.features.hosts.wire import Credentials
 
 if TYPE_CHECKING:
@@ -57,7 +56,6 @@ _NOWHERE = "192.0.2.1"
 
 
 def add_to(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    """Add the command to those of `python -m lockstep`."""
     parser = commands.add_parser(
         "hosts",
         help="run pytest with ranks on several hosts",
@@ -142,14 +140,20 @@ def _place(options: argparse.Namespace) -> NodePlace:
 
 
 def _by_hand(options: argparse.Namespace, secret: bytes | None) -> JoinInfo | None:
-    """Return the join info that the user gives; None where it is the launcher's to hand over."""
+    """Return the join info that the user gives; None where it is the launcher's to hand over.
+
+    Raises:
+        LaunchError: its address is none, or there is no secret.
+    """
     if not options.meet:
         return None
     address, port = rendezvous_point(options.meet)
-    return JoinInfo(address, port, needed_secret(secret))
+    if secret is None:
+        raise LaunchError(f"--meet needs a secret that all hosts have: on one host {MAKE_SECRET}")
+    return JoinInfo(address, port, secret)
 
 
-def _way(place: NodePlace, by_hand: JoinInfo | None, secret: bytes | None) -> Way:
+def _way(place: NodePlace, by_hand: JoinInfo | None, secret: bytes | None) -> Known | WithoutSecret:
     if by_hand is not None:
         return Known(by_hand)
     return WithoutSecret(SharedFile(place) if place.store is None else Store(place), secret)
@@ -244,8 +248,7 @@ def _own_address(place: NodePlace, given: str) -> str:
 
 
 def _this_host(name: str, address: str, port: int) -> HostInfo:
-    host = this_host(name or socket.gethostname().partition(".")[0], address, port, versions())
-    return replace(host, name=host.name or address)
+    return this_host(name or socket.gethostname().partition(".")[0] or address, address, port, versions())
 
 
 def _forget_launcher() -> dict[str, str]:

@@ -41,7 +41,6 @@ class HostInfo:
 
 
 def this_host(name: str, address: str, port: int, versions: dict[str, str]) -> HostInfo:
-    """Describe the host that this process runs on."""
     return HostInfo(
         name,
         address,

@@ -35,7 +35,7 @@ END_WITHIN = 10.0
 IMPORT_WITHIN = 60.0
 """Seconds that it has to import torch, before any deadline counts."""
 _KEY = "lockstep/hosts/join_info"
-_MAKE_ONE = (
+MAKE_SECRET = (
     "(umask 077; python -c 'import secrets; print(secrets.token_hex(32))' > secret), copied to the others, "
     "and --secret-file secret on each"
 )
@@ -98,22 +98,11 @@ def take_secret(path: Path | None, environ: MutableMapping[str, str]) -> bytes |
     if text is None:
         return None
     if len(text.strip()) < SHORTEST_SECRET:
-        raise LaunchError(f"the secret in {where} has less than {SHORTEST_SECRET} characters: {_MAKE_ONE}")
+        raise LaunchError(f"the secret in {where} has less than {SHORTEST_SECRET} characters: {MAKE_SECRET}")
     try:
         return text.strip().encode()
     except UnicodeEncodeError:
-        raise LaunchError(f"the secret in {where} is no text (UTF-8): {_MAKE_ONE}") from None
-
-
-def needed_secret(secret: bytes | None) -> bytes:
-    """Return the secret that the user gives.
-
-    Raises:
-        LaunchError: there is none; it says how to make one.
-    """
-    if secret is None:
-        raise LaunchError(f"--meet needs a secret that all hosts have: on one host {_MAKE_ONE}")
-    return secret
+        raise LaunchError(f"the secret in {where} is no text (UTF-8): {MAKE_SECRET}") from None
 
 
 def _read_private(path: Path) -> str:
@@ -128,7 +117,7 @@ def _read_private(path: Path) -> str:
     except OSError as error:
         raise LaunchError(f"cannot read the secret {path}: {error.strerror}") from None
     except UnicodeDecodeError:
-        raise LaunchError(f"the secret in {path} is no text (UTF-8): {_MAKE_ONE}") from None
+        raise LaunchError(f"the secret in {path} is no text (UTF-8): {MAKE_SECRET}") from None
     if stat.S_IMODE(status.st_mode) & 0o077 or status.st_uid != os.geteuid():
         raise LaunchError(
             f"the secret {path} can be read by others than you (mode {stat.S_IMODE(status.st_mode):o}): "
@@ -150,14 +139,8 @@ class Store:
         assert place.store is not None
         host, port = place.store
         is_master = not place.has_agent_store and place.node == 0
-        command = [
-            sys.executable,
-            "-m",
-            "lockstep.features.hosts.join_info",
-            host,
-            str(port),
-            str(int(is_master)),
-        ]
+        module = "lockstep.features.hosts.join_info"
+        command = [sys.executable, "-m", module, host, str(port), str(int(is_master))]
         self._where = f"{host}:{port}"
         self._has_imported = False
         self._process = subprocess.Popen(
@@ -273,19 +256,17 @@ class SharedFile:
 
 
 class Known:
-    """No way: the user has given it to both hosts."""
+    """No way: the user has given it to all hosts."""
 
     def __init__(self, join_info: JoinInfo) -> None:
         self._join_info = join_info
 
-    def publish(self, join_info: JoinInfo, until: float) -> None:
-        """Do nothing: all know it."""
+    def publish(self, join_info: JoinInfo, until: float) -> None: ...
 
     def find(self, until: float) -> JoinInfo:
         return self._join_info
 
-    def close(self) -> None:
-        """Do nothing."""
+    def close(self) -> None: ...
 
 
 class WithoutSecret:
@@ -297,7 +278,6 @@ class WithoutSecret:
         self.close = way.close
 
     def publish(self, join_info: JoinInfo, until: float) -> None:
-        """Leave the join info for the others."""
         self._way.publish(join_info if self._secret is None else replace(join_info, secret=b""), until)
 
     def find(self, until: float) -> JoinInfo:

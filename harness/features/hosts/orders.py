@@ -25,7 +25,6 @@ class PrepareWorld:
     """Make the directory of a world; answer with a `Prepared`."""
 
     world: str
-    size: int
 
 
 @dataclass(frozen=True, slots=True)

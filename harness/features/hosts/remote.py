@@ -110,7 +110,6 @@ class Host:
         return answer
 
     def ask(self, order: Order, within: float = ANSWER_WITHIN) -> Any:
-        """Send an order and return its answer, as `send` and `answer` do."""
         self.send(order)
         return self.answer(within)
 
@@ -330,7 +329,7 @@ class HostsLauncher:
             here, size = (self._hosts_file.hosts[0].name,), len(specs)
             alone = Place(0, here, 0, 0, size, "127.0.0.1", "127.0.0.1")
             return [replace(spec, place=replace(alone, local_rank=spec.rank)) for spec in specs]
-        prepared = {number: host.ask(PrepareWorld(world, len(specs))) for number, host in hosts.items()}
+        prepared = {number: host.ask(PrepareWorld(world)) for number, host in hosts.items()}
         infos, first = self._hosts_file.hosts, spread[0][0]
         if first == 0:
             ports = reserve_port(infos[0].address), reserve_port(infos[0].address)

@@ -18,12 +18,12 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from lockstep.exceptions import LaunchError
 from lockstep.features.hosts.addresses import words
 from lockstep.features.hosts.hosts_file import HostInfo, HostsFile, write_hosts_file
-from lockstep.features.hosts.join_info import JoinInfo
+from lockstep.features.hosts.join_info import JoinInfo, Known, WithoutSecret
 from lockstep.features.hosts.launchers import NodePlace
 from lockstep.features.hosts.listener import Listener
 from lockstep.features.hosts.wire import (
@@ -45,14 +45,6 @@ NAMED = 16
 """Hosts that are missing which a message names."""
 HELLO_WITHIN = 5.0
 """Seconds that a host with the secret gets to say who it is."""
-
-
-class Way(Protocol):
-    """A way for the join info from node 0 to the others."""
-
-    def publish(self, join_info: JoinInfo, until: float) -> None: ...
-    def find(self, until: float) -> JoinInfo: ...
-    def close(self) -> None: ...
 
 
 def versions() -> dict[str, str]:
@@ -276,7 +268,7 @@ class Comer:
     """
 
     place: NodePlace
-    way: Way
+    way: Known | WithoutSecret
     describe: Callable[[str, Credentials], HostInfo]
     say: Callable[[str], object]
     is_by_hand: bool

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
+from lockstep.features.hosts.controller import spread_of
 from lockstep.features.hosts.hosts_file import HOSTS, HostInfo, HostsFile, write_hosts_file
-from lockstep.features.hosts.placement import spread_of
 from lockstep.features.hosts.wire import Credentials
 from lockstep.place import Place
 
