@@ -101,7 +101,6 @@ class SentWarnings:
         self._warnings: list[Warned] = []
 
     def add(self, manager: pytest.PytestPluginManager, warning: Warned) -> None:
-        """Send a warning with the next item."""
         if not self._warnings:
             manager.register(self)
         self._warnings.append(warning)
