@@ -56,7 +56,9 @@ class Debugging:
 
     def pytest_ranks_session(self, parts: dict[str, Any]) -> None:
         if self._given is not None:
-            self._port = _port_of(self._given)
+            with socket.socket() as free:  # another for each world: a warm one still listens on its own
+                free.bind(("127.0.0.1", 0))
+                self._port = int(self._given.partition(":")[2] or free.getsockname()[1])
         chosen: Chosen = self._rank, self._port
         parts[FEATURE] = chosen
 
@@ -167,16 +169,6 @@ class NoDebugging:
 def _requests(items: list[pytest.Item]) -> list[tuple[pytest.Item, Request]]:
     found = [(item, item.stash.get(REQUEST, None)) for item in items]
     return [(item, request) for item, request in found if isinstance(request, Request)]
-
-
-def _port_of(given: str) -> int:
-    """Return the port of `--rank-debugpy` for one world.
-
-    Where it names none it is a free one, another for each world: a warm one still listens on its own.
-    """
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        return int(given.partition(":")[2] or free.getsockname()[1])
 
 
 def how_to_attach(rank: int, port: int) -> str:

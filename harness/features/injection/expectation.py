@@ -85,7 +85,9 @@ class Expectation:
             self._rank.abort()  # frees the ranks that wait for this one
             self._rank.wire.post(Part(FEATURE, LeavesByError()))
         case = f"faults.expect({self._text!r})"
-        reason = "; ".join(self._faults.misses()) if error is None else _brief(error)
+        reason = "; ".join(self._faults.misses())
+        if error is not None:
+            reason = f"{type(error).__name__}: {next(iter(str(error).splitlines()), '')}"
         answer = self._rank.meet(Vote(case, how, reason, EndOfBlock(at), inside=True))
         if how == "claimed":
             return False
@@ -148,10 +150,6 @@ def _follow(ranks: Iterable[int]) -> None:
     """Fail with other ranks, if there are any that fail the test: they will not meet this one any more."""
     if names := ", ".join(map(str, sorted(ranks))):
         raise PeerFailed(f"{VICTIM_OF_A_CASE}rank {names}")
-
-
-def _brief(error: BaseException) -> str:
-    return f"{type(error).__name__}: {next(iter(str(error).splitlines()), '')}"
 
 
 @contextmanager

@@ -58,7 +58,6 @@ class ExpectedFaults:
         self._lost_at = 0.0
 
     def handle(self, rank: int, message: FromRank) -> None:
-        """Handle what the other half has sent."""
         match message:
             case Expects():
                 self._inside[rank].append(message)

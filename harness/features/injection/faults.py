@@ -178,7 +178,9 @@ class Fault:
         moment = "after" if self.is_after else "before"
         match self.kind:
             case "delay":
-                return f"waits {_duration(self.seconds)} {moment}"
+                seconds = self.seconds
+                duration = f"{seconds:g} s" if seconds >= 1 else f"{seconds * 1000:g} ms"
+                return f"waits {duration} {moment}"
             case "fail":
                 error = self.error or InjectedFault
                 name = error.__name__ if isinstance(error, type) else type(error).__name__
@@ -212,10 +214,6 @@ class Fault:
 
     def _repr_pretty_(self, printer: Any, cycle: bool) -> None:
         printer.text(repr(self))  # Hypothesis, whose reports show examples, would list all fields
-
-
-def _duration(seconds: float) -> str:
-    return f"{seconds:g} s" if seconds >= 1 else f"{seconds * 1000:g} ms"
 
 
 def _name(function: Callable[..., object]) -> str:

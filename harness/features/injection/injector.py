@@ -161,13 +161,11 @@ class Faults:
         return Expectation(self._rank, self, self._lost_peers, text, within)
 
     def disarm(self, armed: Sequence[Armed]) -> None:
-        """Inject these faults no longer."""
         self._armed = [each for each in self._armed if each not in armed]
         if not self._armed:
             self._layer.close()
 
     def end(self) -> None:
-        """Inject nothing any more."""
         self.disarm(self._armed)
         INTERCEPTION.forget()
 
@@ -198,7 +196,6 @@ class Faults:
 
     @property
     def rank(self) -> int:
-        """This rank."""
         return self._world.rank
 
     def misses(self) -> list[str]:

@@ -94,8 +94,7 @@ def _register_skew(config: pytest.Config) -> None:
     if not config.pluginmanager.hasplugin(_SKEW) and meets(session.world.backend):
         from lockstep.features.injection.skewed_items import SkewedItems
 
-        option = config.option.ranks_skew
-        config.pluginmanager.register(SkewedItems(session.rank, session.rank.spec.rank, option), _SKEW)
+        config.pluginmanager.register(SkewedItems(session.rank, config.option.ranks_skew), _SKEW)
 
 
 @pytest.fixture(scope="session")  # Hypothesis refuses those of functions

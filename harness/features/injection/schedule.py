@@ -64,5 +64,4 @@ class Schedule:
 
 
 def is_seed(value: object) -> bool:
-    """Return whether a value is the seed of a schedule."""
     return is_whole(value) and value in SEEDS[2**63 :]

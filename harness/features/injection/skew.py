@@ -19,6 +19,7 @@ from lockstep.features.injection.torch_internals import delayed_callbacks, witho
 from lockstep.features.injection.work import Watched
 from lockstep.recorders.collectives import NOT_COLLECTIVES
 from lockstep.recorders.in_flight import InFlight
+from lockstep.recorders.tensors import short
 from lockstep.recorders.torch_internals import TorchDispatchMode
 
 __tracebackhide__ = True  # under pytest a failure points to the call
@@ -49,7 +50,7 @@ class Skew(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's __ini
         """Disturb what runs inside."""
         with ExitStack() as stack:
             stack.callback(INTERCEPTION.forget)
-            stack.enter_context(delayed_callbacks(self._delay_callback))
+            stack.enter_context(delayed_callbacks(lambda: self._delay(next(self._callbacks), "callback")))
             stack.enter_context(INTERCEPTION.layer(self._run))
             stack.enter_context(self)
             yield
@@ -57,9 +58,6 @@ class Skew(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's __ini
     def _delay(self, number: int, point: str) -> None:
         if seconds := self._schedule.delay(self._rank, number, point):
             time.sleep(seconds)
-
-    def _delay_callback(self) -> None:
-        self._delay(next(self._callbacks), "callback")
 
     def _run(self, call: Call, run: Run) -> dist.Work:
         number = next(self._numbers)
@@ -146,7 +144,7 @@ class Flight:
                 tensor.data.copy_(result)  # as a backend writes: autograd does not count it
 
     def _fail(self, what: str, tensor: Tensor) -> None:
-        about = f"{str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)}"
+        about = f"{short(tensor.dtype)}{list(tensor.shape)}"
         raise CollectiveRace(f"{self._title}: {what} ({about}) before it was waited for, at {caller()}")
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Generator, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
@@ -11,7 +11,10 @@ from lockstep.bounds import MOST_CASES, is_number, is_whole, shown
 from lockstep.features.injection.pytest_internals import fixture_value
 from lockstep.features.injection.schedule import LONGEST, MILLISECONDS, Schedule, is_seed
 from lockstep.features.injection.skew import Skew
-from lockstep.subtests import RunSubtests, VotingRank, describe_case, parse_selection
+from lockstep.subtests import RunSubtests, describe_case, parse_selection
+
+if TYPE_CHECKING:
+    from lockstep.rank.process import Rank
 
 __tracebackhide__ = True  # the frames of hooks say nothing in a test's traceback
 
@@ -24,12 +27,11 @@ class SkewedItems:
 
     Args:
         rank: this rank.
-        number: that of the rank.
         option: of `--skew`.
     """
 
-    def __init__(self, rank: VotingRank, number: int, option: str | None) -> None:
-        self._rank, self._number = rank, number
+    def __init__(self, rank: Rank, option: str | None) -> None:
+        self._rank, self._number = rank, rank.spec.rank
         self._schedule = None if option is None else Schedule.parse(option)
 
     @pytest.hookimpl(wrapper=True, trylast=True)

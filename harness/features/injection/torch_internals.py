@@ -10,9 +10,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch.autograd import Variable
-from torch.utils._python_dispatch import TorchDispatchMode
-
-__all__ = ["TorchDispatchMode", "delayed_callbacks", "is_coalescing", "replaced_kernels", "without_modes"]
 
 __tracebackhide__ = True  # under pytest a failure points to the call
 
