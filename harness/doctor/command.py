@@ -27,7 +27,6 @@ _SIGNS = {"ok": "ok     ", "note": "note   ", "problem": "PROBLEM"}
 
 
 def add_to(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    """Add the command to those of `python -m lockstep`."""
     parser = commands.add_parser(
         "doctor",
         help="say what works on this machine, what does not, and what to do",
@@ -107,7 +106,6 @@ def _start(stack: ExitStack, project: Configuration, is_loaded: bool) -> Trial |
 
 
 def _text(finding: Finding) -> str:
-    """Return the lines of a finding in the report."""
     what = finding.what.replace("\n", "\n" + " " * 10)
     lines = [f"{_SIGNS[finding.level]}  {finding.name}: {what}\n"]
     if finding.why:

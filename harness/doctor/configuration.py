@@ -62,7 +62,6 @@ def _read(path: Path) -> Configuration | None:
 
 
 def start_method(project: Configuration) -> Finding:
-    """Look at how ranks start."""
     chosen = project.options.get("ranks_start_method", "forkserver")
     if chosen == "spawn":
         what = f"spawn, set in {project.path}"

@@ -28,15 +28,12 @@ class Finding:
 
 
 def ok(name: str, what: str) -> Finding:
-    """Return a finding that nothing is wrong."""
     return Finding(name, "ok", what)
 
 
 def note(name: str, what: str, why: str, remedy: str = "") -> Finding:
-    """Return a finding of a limit, or of something to know."""
     return Finding(name, "note", what, why, remedy)
 
 
 def problem(name: str, what: str, why: str, remedy: str) -> Finding:
-    """Return a finding that something will not work."""
     return Finding(name, "problem", what, why, remedy)

@@ -66,7 +66,6 @@ def read_torch(process: subprocess.Popen[str] | None) -> dict[str, Any]:
 
 
 def python() -> Finding:
-    """Look at the interpreter."""
     version = sys.version.split()[0]
     what = f"{sys.implementation.name} {version}, {sys.executable}"
     if sys.version_info < OLDEST_PYTHON:

@@ -37,7 +37,6 @@ REMEDY_TMPDIR = "set TMPDIR to a directory of yours on a local disk, such as /va
 
 
 def system() -> Finding:
-    """Look at the operating system."""
     name = f"{platform.system()} {platform.release()}, {platform.machine()}"
     if platform.system() != "Linux":
         why = "Lockstep is tested on Linux alone: shm, pidfd and /proc are Linux's"
@@ -208,7 +207,11 @@ def kernel() -> Iterator[Finding]:
     remedy = "use gloo, or a sandbox (seccomp profile) that allows it"
     calls: tuple[tuple[str, str, Callable[[], int]], ...] = (
         ("memfd", "`memfd_create`: memory that ranks of shm share", _open_memory_from_a_child),
-        ("pidfd", "`pidfd_open`: how ranks of shm, and the controller, learn of a death", _open_own_process),
+        (
+            "pidfd",
+            "`pidfd_open`: how ranks of shm, and the controller, learn of a death",
+            lambda: os.pidfd_open(os.getpid()),
+        ),
     )
     for name, what, attempt in calls:
         try:
@@ -219,10 +222,6 @@ def kernel() -> Iterator[Finding]:
             yield problem(name, f"{what}: {said}", "the backend shm will not work here", remedy)
         else:
             yield ok(name, what.split(":")[0] + " works")
-
-
-def _open_own_process() -> int:
-    return os.pidfd_open(os.getpid())
 
 
 def _open_memory_from_a_child() -> int:
