@@ -205,7 +205,7 @@ class Controller:
         item: pytest.Item,
         request: Request,
         order: RunItem,
-        meanwhile: Callable[[], None] | None = None,
+        once_sent: Callable[[], None] | None = None,
     ) -> ItemOutcome:
         """Run an order on a world of the kind that the item requests."""
         try:
@@ -216,7 +216,7 @@ class Controller:
             raise WorldError(f"no world of {request.key}: {error}") from error
         self._last_items[world.name] = item
         try:
-            outcome = world.run(ItemRun(order, request.timeout, self._config.hook), meanwhile)
+            outcome = world.run(ItemRun(order, request.timeout, self._config.hook), once_sent)
         except (WorldError, pytest.fail.Exception):
             self._worlds.discard(world)
             raise

@@ -90,12 +90,12 @@ class ItemRun:
         self._clock = Clock(timeout)
         self._standstill = Standstill()
 
-    def run(self, handles: Sequence[RankHandle], meanwhile: Callable[[], None] | None = None) -> ItemOutcome:
+    def run(self, handles: Sequence[RankHandle], once_sent: Callable[[], None] | None = None) -> ItemOutcome:
         """Send the ranks the order, and wait for the end of the item; return what each rank said of it.
 
         Args:
             handles: the ranks, in rank order.
-            meanwhile: called once the ranks have the order; must be short.
+            once_sent: called when the ranks have the order; must be short.
 
         Raises:
             WorldError: a rank has left its session.
@@ -107,8 +107,8 @@ class ItemRun:
         self._hook.pytest_ranks_run_begins(run=self)
         for handle in handles:
             handle.send_packed(packed)
-        if meanwhile is not None:
-            meanwhile()
+        if once_sent is not None:
+            once_sent()
         clock = self._clock
         try:
             while pending := self._pending():

@@ -111,11 +111,11 @@ class World:
         if self.share is not None:
             self.share.leave_to_ranks()
 
-    def run(self, run: ItemRun, meanwhile: Callable[[], None] | None = None) -> ItemOutcome:
+    def run(self, run: ItemRun, once_sent: Callable[[], None] | None = None) -> ItemOutcome:
         """Return what each rank said of the item, soon after its timeout at the latest.
 
         Args:
-            meanwhile: called once the ranks have the order; must be short.
+            once_sent: called when the ranks have the order; must be short.
 
         Raises:
             WorldError: a rank has left its session, the world's directory is gone, or what
@@ -124,7 +124,7 @@ class World:
         if self._kept is not None:
             self._kept.clear(run.label)
         try:
-            outcome = run.run(self._handles, meanwhile)
+            outcome = run.run(self._handles, once_sent)
         except OSError as error:
             raise WorldError(self.fault() or explain(error)) from error
         if not outcome.is_clean():
