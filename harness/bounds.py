@@ -10,8 +10,6 @@ MOST_RANKS = 1_000_000
 """Of a world that one process stands for, which keeps lists of that length."""
 MOST_PROCESSES = 10_000
 """Of any other world: each rank is a process of 50 MB or more."""
-MOST_CASES = 10_000
-"""Of a test that runs once for each seed."""
 SEEDS = range(-(2**63), 2**64)
 """Seeds that generators of torch take."""
 

@@ -62,8 +62,8 @@ def pytest_configure(config: pytest.Config) -> None:
     )
     if config.pluginmanager.hasplugin(RANK_PLUGIN):
         return
+    from lockstep.controller.option_checks import check_options
     from lockstep.controller.plugin import Controller
-    from lockstep.controller.requests import check_options
     from lockstep.reporting import summary
 
     check_options(config)  # also under `pytest -n`, where each worker would only crash on a wrong one

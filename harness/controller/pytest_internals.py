@@ -106,19 +106,6 @@ def terminal_stream(config: pytest.Config) -> TextIO:
     return stream
 
 
-def write_to_log_file(config: pytest.Config, text: str) -> None:
-    """Write to the file of `--log-file`, between pytest's own records.
-
-    If it moves: the handler that `LoggingPlugin.set_log_path` gives another stream.
-    """
-    plugin: Any = config.pluginmanager.get_plugin("logging-plugin")
-    handler: Any = getattr(plugin, "log_file_handler", None)
-    if getattr(handler, "stream", None) is not None:
-        with handler.lock:
-            handler.stream.write(text)
-            handler.flush()
-
-
 def make_report(item: pytest.Item, when: str, outcome: str, longrepr: object = None) -> pytest.TestReport:
     """Return a report of a phase that did not run in this process. The constructor is not documented."""
     keywords = dict.fromkeys(item.keywords, 1)

@@ -15,8 +15,8 @@ from typing import Any
 import pytest
 
 from lockstep.backends.device import Device
+from lockstep.controller.option_checks import output_directory_of
 from lockstep.controller.pytest_internals import basetemp_of
-from lockstep.controller.requests import output_directory_of
 from lockstep.exceptions import LaunchError
 from lockstep.launch.limits import explain
 from lockstep.launch.processes import Launcher

@@ -17,7 +17,6 @@ from _pytest import capture
 from _pytest import config as pytest_config
 from _pytest._code.code import filter_traceback
 from _pytest.assertion.rewrite import assertstate_key
-from _pytest.config import create_terminal_writer
 from _pytest.junitxml import bin_xml_escape, xml_key
 from _pytest.logging import LogCaptureHandler, catching_logs
 from _pytest.reports import pytest_report_to_serializable
@@ -128,23 +127,6 @@ def hook_functions(config: pytest.Config, hook: str) -> list[Any]:
     """
     records = getattr(config.hook, hook).get_hookimpls()
     return [each for each in records if not (each.wrapper or each.hookwrapper)]
-
-
-def replace_log_handlers(config: pytest.Config, live: Any, file: Any) -> None:
-    """Put handlers in the place of those for live logs and for the log file, with their formats.
-
-    None keeps what is there. If it moves: what `LoggingPlugin` attaches around the whole run of tests.
-    """
-    plugin: Any = config.pluginmanager.get_plugin("logging-plugin")
-    for name, handler in (("log_cli_handler", live), ("log_file_handler", file)):
-        if handler is not None and hasattr(plugin, name):
-            handler.setFormatter(getattr(plugin, name).formatter)
-            setattr(plugin, name, handler)
-
-
-def make_terminal_writer(config: pytest.Config, stream: Any) -> Any:
-    """Return a writer of pytest's on a stream, as `Config.get_terminal_writer` does on the terminal."""
-    return create_terminal_writer(config, stream)
 
 
 def tear_down_except_for(item: pytest.Item) -> None:

@@ -19,16 +19,11 @@ import pytest
 
 from lockstep.hookspecs import RANK_PLUGIN, Ending
 from lockstep.protocol import Close, Collecting, Finished, ItemStarted, Ready, RunItem, StartFailed
+from lockstep.rank.collection import RankCollection
 from lockstep.rank.item import ItemGuards
 from lockstep.rank.output import capture_into, end_lines, prefix_streams
 from lockstep.rank.process import Rank
-from lockstep.rank.pytest_internals import (
-    attach_log_handlers_quickly,
-    set_argument,
-    set_location,
-    set_root,
-    waiting_conftests,
-)
+from lockstep.rank.pytest_internals import attach_log_handlers_quickly, set_location, set_root
 from lockstep.rank.reporter import PHASES, RankReporter, describe_raised, failure
 from lockstep.rank.state import CrashReports, RankState
 from lockstep.rank.torch_internals import count_collectives, count_groups, show_freed_tensors
@@ -299,16 +294,6 @@ def _represent(item: pytest.Item, error: BaseException) -> object:
         return describe_raised(error)
 
 
-def argument_of(nodeid: str, path: str) -> Path:
-    """Return the argument of pytest below which the controller has collected a file outside of its rootdir.
-
-    There, as of an installed package (`--pyargs`), a node id begins with the path from that argument. A file
-    in the rootdir has the same id whatever the arguments are.
-    """
-    file = nodeid.partition("::")[0]
-    return Path(path.removesuffix(f"/{file}") if file else path)
-
-
 def _missing(order: RunItem, error: str) -> pytest.TestReport:
     text = error or (
         f"this rank collected {order.path} and did not find {order.nodeid} in it. The items of a file must "
@@ -317,69 +302,3 @@ def _missing(order: RunItem, error: str) -> pytest.TestReport:
     )
     path, *names = order.nodeid.split("::")
     return failure(order.nodeid, (path, None, ".".join(names)), text, "setup")
-
-
-class RankCollection:
-    """The items of one rank session, collected file by file, as one collection would have found them.
-
-    For pytest every file is a collection of its own, with its own directories; fixtures and set-up that
-    belong to a directory would be bound to those of the first file. So directories are kept here.
-
-    Attributes:
-        errors: By file that was tried, why it could not be collected; empty where it could.
-    """
-
-    def __init__(self) -> None:
-        self._items: dict[tuple[str, str], pytest.Item] = {}
-        self.errors: dict[str, str] = {}
-        self._argument = Path()
-        self._directories: dict[tuple[Path, pytest.Collector], pytest.Collector | None] = {}
-
-    def find(self, session: pytest.Session, nodeid: str, path: str) -> pytest.Item | None:
-        """Return the item, or None if the file has no such item on this rank."""
-        if path not in self.errors:
-            self.errors[path] = ""
-            self._argument = argument_of(nodeid, path)
-            try:
-                items = session.perform_collect([path])
-            except BaseException as error:
-                # SystemExit, KeyboardInterrupt and pytest.exit in the file, and whatever a hook raises. It
-                # may be the file of the next item: this one must not suffer from it.
-                self.errors[path] = self.errors[path] or describe_raised(error)
-            else:
-                # By path, too: outside of the rootdir files of one name may have the same ids.
-                self._items.update({(path, str(item.nodeid)): item for item in items})
-        return self._items.get((path, nodeid))
-
-    @pytest.hookimpl(wrapper=True, tryfirst=True)
-    def pytest_make_collect_report(
-        self, collector: pytest.Collector
-    ) -> Generator[None, pytest.CollectReport, pytest.CollectReport]:
-        if isinstance(collector, pytest.Session):
-            set_argument(collector, self._argument)
-        return (yield)
-
-    @pytest.hookimpl(wrapper=True)
-    def pytest_collect_directory(
-        self, path: Path, parent: pytest.Collector
-    ) -> Generator[None, pytest.Collector | None, pytest.Collector | None]:
-        return self._directories.setdefault((path, parent), (yield))
-
-    def pytest_collectreport(self, report: pytest.CollectReport) -> None:
-        """Keep the reason why a file has fewer items than elsewhere: it, or a conftest, may be broken."""
-        path = next(reversed(self.errors), None)
-        if path is None or self.errors[path]:
-            return
-        if report.failed:
-            self.errors[path] = report.longreprtext
-        elif report.skipped:
-            reason = report.longrepr[2] if isinstance(report.longrepr, tuple) else report.longreprtext
-            self.errors[path] = f"this rank skipped {path} at import and others did not ({reason})"
-
-    @pytest.hookimpl(wrapper=True)
-    def pytest_collection_finish(self, session: pytest.Session) -> Generator[None, None, None]:
-        """Keep the conftests that still wait for their directory; pytest (since 9.1) drops them here."""
-        waiting = waiting_conftests(session)
-        kept = dict(waiting)
-        yield
-        waiting.update(kept)

@@ -24,7 +24,8 @@ from lockstep.protocol import FromRank, Probe, RankStatus, ToRank
 from lockstep.specification import RankSpec
 from lockstep.standing import read_standing
 from lockstep.tracebacks import shorten, user_line
-from lockstep.world.outcome import Died, RankOutput, as_here
+from lockstep.world.outcome import Died
+from lockstep.world.rank_output import RankOutput, as_here
 
 MOST_OUTPUT = 6000
 """Bytes of a rank's last output that are shown, of each stream."""

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from lockstep.bounds import MOST_CASES, is_number, is_whole, shown
+from lockstep.bounds import is_number, is_whole, shown
 from lockstep.features.injection.pytest_internals import fixture_value
 from lockstep.features.injection.schedule import LONGEST, MILLISECONDS, Schedule, is_seed
 from lockstep.features.injection.skew import Skew
@@ -18,6 +18,8 @@ if TYPE_CHECKING:
 
 __tracebackhide__ = True  # the frames of hooks say nothing in a test's traceback
 
+MOST_CASES = 10_000
+"""Seeds of one test."""
 SETTING = "skew"
 """The setting of the subtests of the mark: each is one seed."""
 

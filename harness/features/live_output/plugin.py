@@ -40,7 +40,7 @@ class ShownOutput:
         """Write a text of a rank. A process of `pytest -n` has no terminal, as for tests without ranks."""
         if part.feature != FEATURE:
             return
-        from lockstep.controller.pytest_internals import write_to_log_file
+        from lockstep.features.live_output.pytest_internals import write_to_log_file
 
         shown: Shown = part.data
         text = "".join(f"rank {shown.rank}: {line}\n" for line in shown.text.splitlines())

@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING
 import pytest
 
 from lockstep.features.live_output import FEATURE, Shown
+from lockstep.features.live_output.pytest_internals import make_terminal_writer, replace_log_handlers
 from lockstep.output import log_file, shows_logs
 from lockstep.protocol import Part
-from lockstep.rank.pytest_internals import make_terminal_writer, replace_log_handlers
 
 if TYPE_CHECKING:
     from lockstep.rank.process import Rank

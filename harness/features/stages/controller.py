@@ -14,9 +14,9 @@ import pytest
 from lockstep.controller.pytest_internals import fixture_of, make_report
 from lockstep.controller.requests import Request, report_refusal, request_of
 from lockstep.exceptions import WorldError
+from lockstep.features.stages.pytest_internals import fixtures_below
 from lockstep.features.stages.stage import FEATURE, KIND, Stage, find_stage
 from lockstep.protocol import REPORT_PARTS, Preparation
-from lockstep.pytest_internals import fixtures_below
 from lockstep.world.outcome import in_preparation
 
 Paths = tuple[tuple[str, str], ...]

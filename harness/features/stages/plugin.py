@@ -8,9 +8,9 @@ import pytest
 
 from lockstep.backends import meets
 from lockstep.controller.pytest_internals import fixture_of
+from lockstep.features.stages.pytest_internals import fixtures_below
 from lockstep.features.stages.stage import KIND, find_stage
 from lockstep.hookspecs import CONTROLLER_PLUGIN
-from lockstep.pytest_internals import fixtures_below
 
 if TYPE_CHECKING:
     from lockstep.controller.requests import Refusal, Request

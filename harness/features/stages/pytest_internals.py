@@ -1,14 +1,35 @@
-"""The private names of pytest that the item of a stage is made of, seen in pytest 9.2. Runs inside a rank."""
+"""The private names of pytest that the item of a stage is made of, seen in pytest 9.2. Used on both sides."""
 
 from __future__ import annotations
 
 import dataclasses
 import inspect
+from collections.abc import Iterable
 from typing import Any, cast
 
 import pytest
 
-from lockstep.pytest_internals import fixtures_below
+
+def fixtures_below(item: pytest.Item, names: Iterable[str]) -> list[str]:
+    """Return the fixtures that an item needs for some of its own, each behind those that it requests.
+
+    If it moves: `FuncFixtureInfo.name2fixturedefs` of a function's item, and `FixtureDef.argnames`.
+    """
+    definitions: dict[str, Any] = getattr(getattr(item, "_fixtureinfo", None), "name2fixturedefs", {})
+    found: dict[str, bool] = {}
+
+    def visit(name: str) -> None:
+        if name not in found:
+            found[name] = False
+            for definition in definitions.get(name, ()):  # one that overrides another may request it
+                for requested in definition.argnames:
+                    visit(requested)
+            del found[name]
+            found[name] = True
+
+    for name in names:
+        visit(name)
+    return [*found]
 
 
 def make_stage(item: pytest.Item, name: str) -> pytest.Item:

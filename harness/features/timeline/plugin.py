@@ -29,10 +29,14 @@ def pytest_configure(config: pytest.Config) -> None:
     session: RankSession | None = config.pluginmanager.get_plugin(RANK_PLUGIN)
     if session is not None and config.option.timeline:
         config.pluginmanager.register(FlightRecords(session.rank.status))
-    elif session is None and (config.option.timeline or config.option.rank_output_dir):
-        from lockstep.features.timeline.files import register
+    elif session is None:
+        from lockstep.controller.option_checks import check_folder
 
-        register(config)
+        check_folder(config, "--timeline", config.option.timeline)
+        if config.option.timeline or config.option.rank_output_dir:
+            from lockstep.features.timeline.files import register
+
+            register(config)
 
 
 class FlightRecords:
