@@ -70,10 +70,6 @@ def pytest_configure(config: pytest.Config) -> None:
     is_worker = hasattr(config, "workerinput")
     if not is_worker:
         config.pluginmanager.register(summary, "harness-summary")
-    if getattr(config.option, "xmlpath", None):
-        from lockstep.reporting.xml_cases import XmlCases
-
-        config.pluginmanager.register(XmlCases(config), "harness-xml-cases")
     if is_worker or getattr(config.option, "dist", "no") == "no":  # the main process of -n runs no tests
         config.pluginmanager.register(Controller(config), CONTROLLER_PLUGIN)
 

@@ -10,14 +10,13 @@ import logging
 import os
 import sys
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import pytest
 from _pytest import capture
 from _pytest import config as pytest_config
 from _pytest._code.code import filter_traceback
 from _pytest.assertion.rewrite import assertstate_key
-from _pytest.junitxml import bin_xml_escape, xml_key
 from _pytest.logging import LogCaptureHandler, catching_logs
 from _pytest.reports import pytest_report_to_serializable
 
@@ -29,10 +28,6 @@ FOLDER = "/_pytest/"
 # `FDCapture`.
 FD_CAPTURE: Any = capture.FDCaptureBase
 
-XML_REPORT = cast("pytest.StashKey[object]", xml_key)
-"""Where `record_testsuite_property` and `record_xml_attribute` find pytest's XML report."""
-
-escape_for_xml = bin_xml_escape
 serialise_report = pytest_report_to_serializable
 """pytest's own implementation of the hook, which knows `TestReport` and `CollectReport`."""
 
@@ -118,15 +113,6 @@ def attach_log_handlers_quickly() -> None:
 
     patched: Any = catching_logs
     patched.__enter__, patched.__exit__ = enter, leave
-
-
-def hook_functions(config: pytest.Config, hook: str) -> list[Any]:
-    """Return pluggy's records of a hook's functions, wrappers left out: `plugin`, and `function`, to set.
-
-    If it moves: the class `HookImpl` of pluggy, seen in 1.5 to 1.7.
-    """
-    records = getattr(config.hook, hook).get_hookimpls()
-    return [each for each in records if not (each.wrapper or each.hookwrapper)]
 
 
 def tear_down_except_for(item: pytest.Item) -> None:

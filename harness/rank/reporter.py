@@ -12,7 +12,7 @@ from lockstep.output import MAX_MESSAGE, MAX_TEXT, truncate, truncate_lines
 from lockstep.protocol import REPORT_PARTS, Reported, Warned
 from lockstep.pytest_internals import is_xfail_call
 from lockstep.rank.output import TestOutput
-from lockstep.rank.pytest_internals import XML_REPORT, escape_for_xml, is_of_user, serialise_report
+from lockstep.rank.pytest_internals import is_of_user, serialise_report
 
 if TYPE_CHECKING:
     from lockstep.rank.item import ItemGuards
@@ -37,14 +37,10 @@ class RankReporter:
         self._standing = standing
         self._guards = guards
         self._raised: BaseException | None = None
-        self._xml = XmlNotes()
         self._output = TestOutput(rank.world, rank.spec.session.output_directory)
 
     def pytest_configure(self, config: pytest.Config) -> None:
         self._config = config
-        # In the place of the report; pytest removes both when the session ends.
-        config.stash[XML_REPORT] = self._xml
-        config.pluginmanager.register(self._xml, "harness-xml-notes")
 
     def begin(self, item: pytest.Item) -> None:
         """Expect the reports of this item."""
@@ -75,11 +71,9 @@ class RankReporter:
     def send(self, report: pytest.TestReport) -> None:
         """Send one report, at once if it is of a failure or has output that a death would lose."""
         data = self._serialise(report)
-        if notes := self._xml.take():
-            data["xml_notes"] = notes
         error, self._raised = self._raised, None
         if report.failed and error is not None:
-            parts = data[REPORT_PARTS] = {}
+            parts = data.setdefault(REPORT_PARTS, {})
             self._config.hook.pytest_ranks_failed(item=self._item, report=report, error=error, parts=parts)
         if _raised(report):
             is_of_subtest = type(report) is not pytest.TestReport
@@ -126,35 +120,6 @@ def _raised(report: pytest.TestReport) -> bool:
 def failure(nodeid: str, location: tuple[str, int | None, str], why: Any, when: Any) -> pytest.TestReport:
     """Return the report of a phase that failed outside of pytest."""
     return pytest.TestReport(nodeid, location, {}, "failed", why, when)
-
-
-class XmlNotes:
-    """A stand-in for pytest's XML report, which the controller writes.
-
-    It takes what the fixtures `record_testsuite_property` and `record_xml_attribute` record.
-    """
-
-    # Under any other one pytest's fixtures warn, on every rank, that it has no place for what they record.
-    family = "xunit1"
-
-    def __init__(self) -> None:
-        self._notes: list[tuple[str, str, str]] = []
-
-    def take(self) -> list[tuple[str, str, str]]:
-        """Return what was recorded since the last time: "property" or "attribute", name, value."""
-        notes, self._notes = self._notes, []
-        return notes
-
-    def add_global_property(self, name: str, value: object) -> None:
-        if not isinstance(name, str):
-            raise TypeError(f"name parameter needs to be a string, but {type(name).__name__} given")
-        self._notes.append(("property", escape_for_xml(name), str(value)))
-
-    def node_reporter(self, nodeid: object) -> XmlNotes:
-        return self  # one test at a time runs in a rank
-
-    def add_attribute(self, name: str, value: object) -> None:
-        self._notes.append(("attribute", str(name), str(value)))
 
 
 _AS_THEY_ARE = frozenset({bool, int, float, type(None)})

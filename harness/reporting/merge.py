@@ -19,7 +19,7 @@ from lockstep.output import truncate
 from lockstep.protocol import OF_RANKS, REPORT_PARTS, RERUN_OPTIONS, TRIAL
 from lockstep.reporting.explain import explain
 from lockstep.reporting.problems import Problem, find_causes, find_problems, subtest_problems
-from lockstep.reporting.pytest_internals import ExceptionChainRepr, bin_xml_escape, xml_report
+from lockstep.reporting.pytest_internals import ExceptionChainRepr, bin_xml_escape
 from lockstep.reporting.rank_reports import PHASES, Context, Phase, RankReports
 from lockstep.world.outcome import Died, ItemOutcome, Stuck
 
@@ -47,7 +47,6 @@ def merge(
         return merged
     options = _rerun_options(outcome.last_run or outcome)
     ranks = [RankReports.read(item.config, rank) for rank in outcome.ranks]
-    _pass_on_xml_notes(item, ranks)
 
     def rerun_subtests(*subtests: str) -> str:
         return rerun() + options + "".join(f" --subtest {shlex.quote(name)}" for name in subtests)
@@ -250,17 +249,3 @@ def _repeat_in_later_reports(merged: list[pytest.TestReport]) -> None:
             of_failures.extend(pair for pair in report.user_properties if pair not in of_failures)
         else:
             report.user_properties.extend(pair for pair in of_failures if pair not in report.user_properties)
-
-
-def _pass_on_xml_notes(item: pytest.Item, ranks: list[RankReports]) -> None:
-    """Replay calls of `record_testsuite_property` and such in pytest's XML report, if there is one."""
-    xml = xml_report(item.config)
-    for rank in ranks:
-        for report in (*rank.phases.values(), *rank.subtests.values()):
-            for note, name, value in vars(report).pop("xml_notes", ()):
-                if xml is None:
-                    continue
-                if note == "attribute":
-                    xml.node_reporter(item.nodeid).add_attribute(name, value)
-                elif (name, bin_xml_escape(value)) not in xml.global_properties:
-                    xml.add_global_property(name, value)

@@ -1,7 +1,7 @@
 """Private names of pytest that reports of failures consist of, as seen in 9.2. Runs in the controller.
 
 `_pytest._code.code` represents tracebacks: what terminals, XML and xdist read of a failure (`longrepr`).
-`_pytest.junitxml` writes the XML report, `bin_xml_escape` for any text in it.
+`_pytest.junitxml` has `bin_xml_escape` for any text in the XML report.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from _pytest._code.code import (
     ReprFileLocation,
     ReprTraceback,
 )
-from _pytest.junitxml import LogXML, bin_xml_escape, xml_key
+from _pytest.junitxml import bin_xml_escape
 
-__all__ = ["ExceptionChainRepr", "LogXML", "ReprFileLocation", "bin_xml_escape"]
+__all__ = ["ExceptionChainRepr", "ReprFileLocation", "bin_xml_escape"]
 
 Link = tuple[ReprTraceback, ReprFileLocation | None, str | None]
 """One exception of a chain, as pytest represents it."""
@@ -76,23 +76,3 @@ def as_traceback(text: str) -> ReprTraceback:
     """Return a representation that shows a text as it is."""
     lines = [text.rstrip("\n") + "\n"] if text else []
     return ReprTraceback([ReprEntryNative(lines)], None, style="native")
-
-
-def xml_report(config: pytest.Config) -> LogXML | None:
-    """Return what writes the file of `--junitxml`, if this process does."""
-    return config.stash.get(xml_key, None)
-
-
-def forget_closed_cases(config: pytest.Config) -> None:
-    """Drop the failures that the XML report takes for those of open cases, and whose cases are closed.
-
-    If it moves: what `LogXML.finalize` closes, and the list that it is called for at a failed tear-down.
-    """
-    xml = xml_report(config)
-    if xml is not None and hasattr(xml, "open_reports"):
-        xml.open_reports[:] = [
-            # The first part of a key was `nodeid` before 9.2.
-            report
-            for report in xml.open_reports
-            if (getattr(report, "id", report.nodeid), getattr(report, "node", None)) in xml.node_reporters
-        ]

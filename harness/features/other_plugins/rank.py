@@ -16,7 +16,6 @@ import pytest
 from lockstep.features.other_plugins import FEATURE, Raised
 from lockstep.output import MAX_MESSAGE, truncate
 from lockstep.protocol import Warned
-from lockstep.rank.pytest_internals import hook_functions
 
 if TYPE_CHECKING:
     from lockstep.rank.process import Rank
@@ -74,7 +73,10 @@ class LeftOut:
         manager = config.pluginmanager
         found = manager.list_plugin_distinfo()
         installed = {_package_of(plugin): (manager.get_name(plugin), dist) for plugin, dist in found}
-        for implementation in hook_functions(config, hook):
+        # pluggy's records of the hook's functions: the class `HookImpl`, seen in 1.5 to 1.7.
+        for implementation in getattr(config.hook, hook).get_hookimpls():
+            if implementation.wrapper or implementation.hookwrapper:
+                continue
             plugin = implementation.plugin
             if (of := installed.get(_package_of(plugin))) is not None:
                 option, dist = of

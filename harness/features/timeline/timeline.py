@@ -10,6 +10,7 @@ began it: that is where a bar ends then (`Bar.has_end` is False).
 from __future__ import annotations
 
 import bisect
+import math
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
@@ -25,6 +26,14 @@ from lockstep.tracebacks import user_line
 from lockstep.world.diagnosis import place_of
 from lockstep.world.outcome import Died, ItemOutcome, RankOutcome, Stuck
 
+_SIZES = {
+    **dict.fromkeys(("complexdouble",), 16),
+    **dict.fromkeys(("double", "long", "complexfloat", "float64", "int64", "uint64"), 8),
+    **dict.fromkeys(("float", "int", "float32", "int32", "uint32", "complexhalf"), 4),
+    **dict.fromkeys(("half", "bfloat16", "short", "float16", "int16", "uint16"), 2),
+    **dict.fromkeys(("char", "byte", "bool", "int8", "uint8"), 1),
+}
+"""Bytes of an element, by the name that torch's recorder gives the dtype, in lower case."""
 Key = tuple[str, int, int]
 """A collective of a test: its group, which group of that name, counted back from the last, and its number."""
 
@@ -328,8 +337,8 @@ class _Reader:
             tensors=", ".join(
                 [f"{dtype} {list(shape)}" for dtype, shape in zip(dtypes, shapes, strict=False)]
             ),
-            num_bytes=entries.num_bytes(dtypes, shapes),
-            lines=entries.user_lines(entry, self._base),
+            num_bytes=_num_bytes(dtypes, shapes),
+            lines=_user_lines(entry, self._base),
             phase=str(entry.get("phase", "")),
             peer=int(entry.get("peer", -1)) if entry["is_p2p"] else None,
             is_mismatch=key in self._mismatches and not entry["is_p2p"],
@@ -469,3 +478,26 @@ def _spans_of(bars: tuple[Bar, ...]) -> list[Span]:
         else:
             spans.append(Span(bar.phase, bar.begun, bar.end, is_measured=False))
     return [span for span in spans if span.name]
+
+
+def _num_bytes(dtypes: Iterable[str], shapes: Iterable[tuple[int, ...]]) -> int | None:
+    """Return the bytes of all inputs together, None if the size of a dtype is not known."""
+    total = 0
+    for dtype, shape in zip(dtypes, shapes, strict=False):
+        size = 1 if dtype.startswith("float8") else _SIZES.get(dtype)
+        if size is None:
+            return None
+        total += size * math.prod(shape)
+    return total
+
+
+def _user_lines(entry: Entry, base: str) -> tuple[str, ...]:
+    """Return the user's lines, `function() at file:line`, innermost first; none where there is no stack.
+
+    Args:
+        base: directory that files are named from, with a slash at its end.
+    """
+    return tuple(
+        f"{frame['name']}() at {frame['filename'].removeprefix(base)}:{frame['line']}"
+        for frame in entry.get("frames") or ()
+    )

@@ -1,0 +1,1 @@
+"""What ranks add to pytest's XML report."""
