@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 
-from suites.selftest.project import Project
+from suites.selftest.project import WITHOUT_PLUGINS, Project
 
 PROJECT = Path(__file__).parents[2]
 PAGES = [PROJECT / "README.md", *sorted((PROJECT / "docs").rglob("*.md"), key=str)]
@@ -71,11 +71,10 @@ def run(path: Path, command: str) -> str:
     """Run a command of a page in a directory; return what it printed."""
     program, *args = shlex.split(command)
     assert program in ("pytest", "python")
-    environ = {"COLUMNS": "80", "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1", "PYTEST_PLUGINS": "lockstep.plugin"}
     done = subprocess.run(
         [sys.executable, *(["-m", "pytest"] if program == "pytest" else []), *args],
         cwd=path,
-        env={**os.environ, **environ},
+        env=os.environ | WITHOUT_PLUGINS | {"COLUMNS": "80"},
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,

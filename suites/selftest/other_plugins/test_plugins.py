@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from suites.selftest.project import HEADER, Run, copy_project, run_pytest
+from suites.selftest.project import HEADER, WITHOUT_PLUGINS, Run, copy_project, run_pytest
 
 SWAPS_TERMINAL = """
 import pytest
@@ -82,7 +82,7 @@ def test_a_conftest_that_fails_is_no_plugin_to_leave_out(tmp_path: Path) -> None
     copy_project("plain_and_ranks", tmp_path)
     text = "import os\n\ndef pytest_configure():\n    assert 'RANK' not in os.environ, 'not here'\n"
     (tmp_path / "conftest.py").write_text(text)
-    done = run_pytest(tmp_path, PYTEST_DISABLE_PLUGIN_AUTOLOAD="1", PYTEST_PLUGINS="lockstep.plugin")
+    done = run_pytest(tmp_path, **WITHOUT_PLUGINS)
     assert "did not start" in done.output
     assert "not here" in done.output
     assert "is left out" not in done.output
