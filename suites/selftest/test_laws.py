@@ -15,6 +15,7 @@ import pytest
 
 import lockstep
 from lockstep.conformance.registry import built_in_names
+from suites.selftest import times
 
 ROOT = Path(lockstep.__file__).parent
 PROJECT = Path(__file__).parents[2]
@@ -246,3 +247,27 @@ def test_packages_name_what_is_public(name: str) -> None:
 
 def test_no_room_is_named_after_nothing() -> None:
     assert {"utils", "helpers", "common", "misc"}.isdisjoint(name.split(".")[-1] for name in MODULES)
+
+
+SELFTESTS = PROJECT / "suites" / "selftest"
+OF_NO_ROOM = {"bad_input", "projects"}
+"""Folders that hold no tests: what the tests beside them draw and run."""
+
+
+def rooms() -> set[str]:
+    """Return the rooms and features of harness, as paths below it."""
+    found = [*ROOT.glob("*/__init__.py"), *ROOT.glob("features/*/__init__.py")]
+    return {str(path.parent.relative_to(ROOT)) for path in found} - {"features"}
+
+
+def test_each_room_and_feature_has_a_folder_of_self_tests() -> None:
+    """But the engine, with unit tests in suites/engine."""
+    folders = {path.name for path in SELFTESTS.iterdir() if path.is_dir()} - OF_NO_ROOM - {"__pycache__"}
+    tested = {path.parent.name for path in SELFTESTS.glob("*/test_*.py")}
+    assert folders == tested == {Path(room).name for room in rooms() - {"engine"}}
+
+
+def test_contributing_says_what_to_run_for_each_room_and_feature() -> None:
+    rows = {row["room"]: row["tests"] for row in times.ROW.finditer(times.PAGE.read_text())}
+    folders = {room: f"suites/selftest/{Path(room).name}" for room in rooms()}
+    assert rows == folders | {"engine": "suites/engine"}
