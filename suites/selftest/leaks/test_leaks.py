@@ -17,7 +17,7 @@ import pytest
 
 from lockstep.features.leaks import guard as leaks
 from lockstep.features.leaks.guard import LeakGuard, OpenResources
-from suites.selftest.project import PROJECTS, copy_project, line_of, wait_for
+from suites.selftest.project import PROJECTS, WITHOUT_PLUGINS, copy_project, line_of, wait_for
 
 SAMPLES = PROJECTS / "leaking"
 PASSED = {"setup": "passed", "call": "passed", "teardown": "passed"}
@@ -36,7 +36,8 @@ class Session:
         command = [sys.executable, "-m", "pytest", *options, *files]
         # Files, not pipes: those would be waited for as long as a process that is left holds them.
         with (path / "output.txt").open("w") as output:
-            subprocess.run(command, cwd=path, stdout=output, stderr=output, timeout=120)
+            environ = os.environ | WITHOUT_PLUGINS
+            subprocess.run(command, cwd=path, env=environ, stdout=output, stderr=output, timeout=120)
         self.reports: dict[str, Any] = json.loads((path / "reports.json").read_text())
 
     def left(self, name: str, category: str = "RankLeakWarning") -> str:

@@ -89,8 +89,8 @@ def test_the_output_of_a_stage_is_shown_and_kept(run: Run) -> None:
 
 
 def test_a_stage_requested_by_name_is_refused(run: Run) -> None:
-    (failure,) = (child for child in run.case("test_by_name") if child.tag == "failure")
-    assert "the stage `saved` has not run: a test requests it as an argument" in (failure.text or "")
+    sentence = "the stage `saved` has not run: a test requests it as an argument"
+    assert sentence in run.failure("test_by_name")
 
 
 def test_the_line_that_runs_again_runs_the_stage(run: Run) -> None:
