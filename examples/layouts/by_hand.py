@@ -106,7 +106,7 @@ class Ops(OneRank):
 
 
 class Plan:
-    """The trainer. A rank's loss is its share of that of the whole batch: so gradients are summed, never averaged."""
+    """The trainer. A rank's loss is its share of the whole batch's: gradients are summed, never averaged."""
 
     ops = Ops
 

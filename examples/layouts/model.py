@@ -1,4 +1,4 @@
-"""A tiny Llama with mixtures of experts, and its loss. It knows nothing of ranks; plans put other `ops` in its modules."""
+"""A tiny Llama with mixtures of experts, and its loss. It knows nothing of ranks: plans change its `ops`."""
 
 import torch
 import torch.nn.functional as F
@@ -30,7 +30,7 @@ class OneRank:
 
 
 def causal_attention(q, k, v, positions):
-    """Attention of queries at some positions to all keys from position 0; tensors are (batch, heads, tokens, width)."""
+    """Attention of queries at some positions to keys from 0 on: (batch, heads, tokens, width)."""
     mask = torch.arange(k.shape[2]) <= positions[:, None]
     return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=True)
 
@@ -112,7 +112,7 @@ class Llama(nn.Module):
 
     def forward(self, x, penalty=None):
         x = self.embed(x) if self.embed else x
-        penalty = x.new_zeros(()) if penalty is None else penalty
+        penalty = x.new_zeros(1) if penalty is None else penalty
         for layer in self.layers.values():
             x, penalty = layer(x, penalty)
         return self.head(self.norm(x)) if self.head else x, penalty
@@ -136,7 +136,7 @@ def share(output, labels, whole):
     """Return what the output on a part of a batch adds to the loss of the whole batch: shares add up."""
     logits, penalty = output
     entropy = F.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum")
-    return entropy / (whole["labels"] >= 0).sum() + 0.01 * penalty / whole["labels"].numel()
+    return entropy / (whole["labels"] >= 0).sum() + 0.01 * penalty.sum() / whole["labels"].numel()
 
 
 def loss(model, batch):
