@@ -1,4 +1,4 @@
-"""The plan by hand over pp, too: a rank has a stage, which torch.distributed.pipelining runs by a schedule."""
+"""The plan by hand over pp, too: each rank has a stage, run by a schedule of torch.distributed.pipelining."""
 
 from dataclasses import replace
 

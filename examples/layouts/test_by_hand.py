@@ -7,7 +7,7 @@ from lockstep.layouts import assert_same_as_unsharded, keep_labels, witness_batc
 BATCHES = witness_batches(VOCAB)
 
 
-# With at_most=8 there are 11 layouts: twice the time, and 8 ranks.
+# at_most=8 adds 4 layouts, on 8 ranks.
 @pytest.mark.layouts(dp=(1, 2), ep=(1, 2), cp=(1, 2), tp=(1, 2), at_most=4)
 def test_plan(layout):
     assert_same_as_unsharded(layout, build, Plan, BATCHES, loss, shards=SHARDS, parts=keep_labels)

@@ -7,7 +7,7 @@ from lockstep.layouts import assert_same_as_unsharded, witness_batches
 BATCHES = witness_batches(VOCAB)
 
 
-# With at_most=8 there are 6 layouts more, on 8 ranks.
+# at_most=8 adds 6 layouts, on 8 ranks.
 @pytest.mark.layouts(pp=(2,), dp=(1, 2), ep=(1, 2), cp=(1, 2), tp=(1, 2), at_most=4)
 def test_gpipe(layout):
     assert_same_as_unsharded(layout, build, Plan, BATCHES, loss, shards=SHARDS)
