@@ -108,7 +108,7 @@ class Ops(OneRank):
 class Plan:
     """The trainer. A rank's loss is its share of the whole batch's: gradients are summed, never averaged."""
 
-    ops = Ops
+    ops, shards, share = Ops, SHARDS, staticmethod(share)
 
     def __init__(self, model, layout):
         self.model, self.layout = model, layout
@@ -116,13 +116,13 @@ class Plan:
             if hasattr(module, "ops"):
                 module.ops = self.ops(layout)
         for name, each in model.named_parameters():
-            each.data = SHARDS.cut(name, each, layout)
+            each.data = self.shards.cut(name, each, layout)
 
     def __call__(self, batch, microbatches):
         tokens, labels = (self.mine(batch[name]).chunk(microbatches) for name in ("tokens", "labels"))
         total = torch.zeros((), dtype=torch.float64)
         for each, wanted in zip(tokens, labels, strict=True):
-            part = share(self.model(each), wanted, batch)
+            part = self.share(self.model(each), wanted, batch)
             part.backward()
             total += part.detach()
         self.reduce_gradients()
@@ -139,11 +139,11 @@ class Plan:
     def reduce_gradients(self):
         """Sum each gradient over the axes that cut the batch, but for those that cut the parameter."""
         for name, each in self.model.named_parameters():
-            cut = SHARDS.axes(name)
+            cut = self.shards.axes(name)
             self.sum_over(each.grad, [axis for axis in (*ROWS, *SEQUENCE) if axis not in cut])
 
     def grad_norm(self):
         total = torch.zeros((), dtype=torch.float64)
         for name, each in self.model.named_parameters():
-            total += self.sum_over(each.grad.square().sum(), SHARDS.axes(name))
+            total += self.sum_over(each.grad.square().sum(), self.shards.axes(name))
         return total.sqrt()

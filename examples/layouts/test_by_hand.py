@@ -1,4 +1,5 @@
 import pytest
+import vocab_parallel
 from by_hand import SHARDS, Plan
 from model import VOCAB, build, build_tied, loss
 
@@ -16,3 +17,10 @@ def test_plan(layout):
 @pytest.mark.layouts(cp=(1, 2), tp=(1, 2), at_most=4)
 def test_tied_embeddings(layout):
     assert_same_as_unsharded(layout, build_tied, Plan, BATCHES, loss, shards=SHARDS)
+
+
+@pytest.mark.parametrize("make", [build, build_tied], ids=["apart", "tied"])
+@pytest.mark.layouts(ep=(1, 2), cp=(1, 2), tp=(2,), at_most=4)
+def test_vocab_parallel(layout, make):
+    plan = vocab_parallel.Plan
+    assert_same_as_unsharded(layout, make, plan, BATCHES, loss, shards=plan.shards)
