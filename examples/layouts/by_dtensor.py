@@ -1,6 +1,7 @@
 """The plan by `parallelize_module` over tp, with sequence parallelism, and FSDP2 over fsdp.
 
 Each rank of tp has all experts, as plain parameters, and computes them for the whole sequence.
+DTensor leaves the gradients of norms Partial over tp: what reads them next reduces them.
 """
 
 import torch
