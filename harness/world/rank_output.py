@@ -1,4 +1,4 @@
-"""What a rank has printed, read from its files.
+"""Output of a rank, read from its files.
 
 Runs in the controller; must not import torch.
 """

@@ -1,1 +1,1 @@
-"""What ranks add to pytest's XML report."""
+"""Notes of ranks in pytest's XML report."""

@@ -1,4 +1,4 @@
-"""Reports for CI systems: pytest's XML report, annotations in GitHub Actions, and reports as JSON."""
+"""Reports for CI systems: pytest's XML report, and reports as JSON."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from xml.etree import ElementTree
 
 import pytest
 
-from suites.selftest.project import Run, copy_project, line_of, run_pytest
+from suites.selftest.project import Run, copy_project, run_pytest
 
 
 def properties(node: ElementTree.Element) -> list[tuple[str | None, str | None]]:
@@ -19,14 +19,7 @@ def properties(node: ElementTree.Element) -> list[tuple[str | None, str | None]]
 def faults(tmp_path_factory: pytest.TempPathFactory) -> Run:
     path = copy_project("ci", tmp_path_factory.mktemp("faults"))
     options = ("-p", "no:cacheprovider", "-o", "junit_logging=all")
-    return run_pytest(path, *options, GITHUB_ACTIONS="true", GITHUB_WORKSPACE=str(path.parent))
-
-
-def annotations(session: Run) -> list[str]:
-    return [line for line in session.lines if line.startswith("::")]
-
-
-# The XML report
+    return run_pytest(path, *options)
 
 
 def test_rank_cause_and_command_are_properties_of_a_failure(faults: Run) -> None:
@@ -106,74 +99,6 @@ def test_a_message_of_10_megabytes_is_truncated_with_a_note(faults: Run, name: s
     assert "boom" in (failure.text or "").split("left out")[-1]
     assert 10_000 < len(failure.text or "") < 250_000
     assert len(dict(properties(faults.case(name)))["cause"] or "") < 501
-
-
-# Annotations
-
-
-def test_a_failure_is_annotated_with_rank_cause_and_command(faults: Run) -> None:
-    lineno = line_of("def test_dies(", faults.path / "test_faults.py") - 1  # the mark's line
-    assert [line for line in annotations(faults) if "title=test_dies" in line] == [
-        f"::error file={faults.path.name}/test_faults.py,line={lineno},title=test_dies"
-        "::rank 1: died: SIGKILL%0Are-run: pytest test_faults.py::test_dies -o junit_logging=all "
-        "-p no:cacheprovider"
-    ]
-
-
-def test_every_failure_is_annotated_once(faults: Run) -> None:
-    titles = [re.findall("title=(.*?)::", line)[0] for line in annotations(faults)]
-    assert titles == [
-        *("test_fails", "test_fails_elsewhere", "test_dies", "test_cases [n=2]"),
-        *("test_fails_twice", "test_fails_twice", "test_says_too_much", "test_says_too_much_in_lines"),
-        "test_without_ranks",
-    ]
-    [line] = [line for line in annotations(faults) if "title=test_without_ranks" in line]
-    assert line.split("::")[-1].startswith("AssertionError: not as expected")
-
-
-def test_an_annotation_is_at_the_innermost_line_of_the_checkout(faults: Run) -> None:
-    [line] = [line for line in annotations(faults) if "title=test_fails_elsewhere" in line]
-    lineno = line_of("assert", faults.path / "checks.py")
-    assert line.startswith(f"::error file={faults.path.name}/checks.py,line={lineno},")
-
-
-def test_an_annotation_is_escaped_as_github_reads_it(faults: Run) -> None:
-    [line] = [line for line in annotations(faults) if "title=test_fails::" in line]
-    assert "::rank 1: AssertionError: 100%25, at 1:2%0A" in line
-
-
-def test_a_long_message_does_not_flood_the_annotation(faults: Run) -> None:
-    assert max(map(len, annotations(faults))) < 12_000
-
-
-def test_without_a_checkout_annotations_start_at_the_root(
-    pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("GITHUB_ACTIONS", "true")
-    monkeypatch.delenv("GITHUB_WORKSPACE", raising=False)
-    pytester.makepyfile(test_it="def test_x(): assert 0")
-    result = pytester.runpytest_subprocess(timeout=60)
-    annotations = [line for line in result.outlines if line.startswith("::error")]
-    assert annotations == ["::error file=test_it.py,line=1,title=test_x::assert 0"]
-
-
-@pytest.mark.parametrize(
-    ("environ", "plugin", "annotates"),
-    [
-        ("true", "none", True),
-        ("false", "none", False),
-        ("true", "pytest_github_actions_annotate_failures", False),
-    ],
-)
-def test_annotations_are_written_in_github_actions_by_one_plugin(
-    pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch, environ: str, plugin: str, annotates: bool
-) -> None:
-    monkeypatch.setenv("GITHUB_ACTIONS", environ)
-    pytester.makepyfile(none="", pytest_github_actions_annotate_failures="")
-    pytester.syspathinsert()
-    config = pytester.parseconfigure("-p", plugin)
-    assert config.pluginmanager.hasplugin(plugin)
-    assert config.pluginmanager.hasplugin("harness-annotations") == annotates
 
 
 # Other readers
