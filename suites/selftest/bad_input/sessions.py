@@ -128,6 +128,7 @@ literals = st.sampled_from(_LITERALS) | st.text(max_size=5).map(repr) | st.float
 ACCEPTED = {
     "ranks": [*(each.name for each in fields(RanksMark)[1:-1]), "as_rank", "made_up_values"],
     "skew": ["seeds", "milliseconds"],
+    "layouts": ["dp", "tp", "at_most", "backend", "fresh", "timeout"],
 }
 """The keywords of each mark that Lockstep registers."""
 _FAULTS = {"rank", "nth", "group", "dtype", "where", "before", "after", "op", "seconds", "value", "error"}
@@ -182,7 +183,7 @@ def in_test(statement: str) -> str:
 
 _marks = st.builds(
     marked,
-    _ranks() | _calls("skew", ACCEPTED["skew"]),
+    _ranks() | _calls("skew", ACCEPTED["skew"]) | _calls("layouts", ACCEPTED["layouts"]),
     st.sampled_from(["function", "module", "method", "parameter"]),
 )
 _fixtures = st.one_of(
