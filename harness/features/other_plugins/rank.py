@@ -40,7 +40,7 @@ def plug_in(config: pytest.Config, rank: Rank) -> None:
         config.pluginmanager.set_blocked(name)  # a rank that ran an item again would do so alone
         config.addinivalue_line("markers", "flaky: of pytest-rerunfailures")
         config.pluginmanager.register(NamedErrors())
-    left_out = LeftOut(rank)
+    left_out = LeftOut(rank, config.pluginmanager)
     left_out.guard(config, "pytest_configure")
     config.pluginmanager.register(left_out)
 
@@ -51,8 +51,9 @@ class LeftOut:
     Conftests and plugins of the project itself are not left out: what they raise is its own fault.
     """
 
-    def __init__(self, rank: Rank) -> None:
-        self._warnings = SentWarnings(rank)
+    def __init__(self, rank: Rank, manager: pytest.PytestPluginManager) -> None:
+        self._manager = manager
+        self._warnings = SentWarnings(rank, manager)
 
     @pytest.hookimpl(optionalhook=True, tryfirst=True)
     def pytest_timeout_set_timer(self) -> bool:
@@ -70,9 +71,8 @@ class LeftOut:
 
     def guard(self, config: pytest.Config, hook: str) -> None:
         """Catch what installed plugins, and what they have registered, raise in the coming call of a hook."""
-        manager = config.pluginmanager
-        found = manager.list_plugin_distinfo()
-        installed = {_package_of(plugin): (manager.get_name(plugin), dist) for plugin, dist in found}
+        found = self._manager.list_plugin_distinfo()
+        installed = {_package_of(plugin): (self._manager.get_name(plugin), dist) for plugin, dist in found}
         # pluggy's records of the hook's functions: the class `HookImpl`, seen in 1.5 to 1.7.
         for implementation in getattr(config.hook, hook).get_hookimpls():
             if implementation.wrapper or implementation.hookwrapper:
@@ -83,33 +83,31 @@ class LeftOut:
                 name = f"{dist.project_name} {dist.version}"
                 text = f"the plugin {name} fails in ranks and is left out there ({{}}); "
                 text += f"-p no:{option} leaves it out of the run"
-                failed = partial(self._leave_out, manager, plugin, text)
+                failed = partial(self._leave_out, plugin, text)
                 implementation.function = _guarded(implementation.function, failed)
 
-    def _leave_out(
-        self, manager: pytest.PytestPluginManager, plugin: object, text: str, error: Exception
-    ) -> None:
-        manager.unregister(plugin)
+    def _leave_out(self, plugin: object, text: str, error: Exception) -> None:
+        self._manager.unregister(plugin)
         file = getattr(sys.modules.get(_module_of(plugin)), "__file__", None) or __file__
         text = text.format(f"{type(error).__name__}: {error}")
-        self._warnings.add(manager, Warned("pytest", "PytestWarning", text, file, 1))
+        self._warnings.add(Warned("pytest", "PytestWarning", text, file, 1))
 
 
 class SentWarnings:
     """Warnings that are sent with the next item, and a plugin until then."""
 
-    def __init__(self, rank: Rank) -> None:
-        self._rank = rank
+    def __init__(self, rank: Rank, manager: pytest.PytestPluginManager) -> None:
+        self._rank, self._manager = rank, manager
         self._warnings: list[Warned] = []
 
-    def add(self, manager: pytest.PytestPluginManager, warning: Warned) -> None:
+    def add(self, warning: Warned) -> None:
         if not self._warnings:
-            manager.register(self)
+            self._manager.register(self)
         self._warnings.append(warning)
 
     @pytest.hookimpl(tryfirst=True)
-    def pytest_ranks_item(self, item: pytest.Item) -> None:
-        item.config.pluginmanager.unregister(self)
+    def pytest_ranks_begin(self) -> None:
+        self._manager.unregister(self)
         while self._warnings:
             self._rank.wire.post(self._warnings.pop(0))
 
