@@ -276,10 +276,10 @@ def pytest_ranks_regrouped() -> None:
 
 
 @pytest.hookspec
-def pytest_ranks_outcome(outcome: ItemOutcome, order: RunItem) -> None:
+def pytest_ranks_outcome(run: ItemRun, outcome: ItemOutcome) -> None:
     """Complete the outcome of an item before it is judged and reported. Called in the controller.
 
-    Not for an item that has passed, and with which no feature has sent anything, to ranks or from them.
+    Not for an item that has passed, on ranks in step, and with which no feature has sent anything.
     """
 
 

@@ -16,7 +16,6 @@ from pluggy import HookRelay
 from lockstep.exceptions import WorldError
 from lockstep.launch.multiprocessing_internals import pickle_message
 from lockstep.protocol import (
-    DEFAULT_GROUP,
     REBUILT,
     TRIAL,
     AbortGroup,
@@ -36,7 +35,7 @@ from lockstep.protocol import (
     Warned,
 )
 from lockstep.world.clock import Clock
-from lockstep.world.diagnosis import Diagnosis, diagnose, find_mismatch, in_flight, name_of
+from lockstep.world.diagnosis import Diagnosis, diagnose, find_mismatch, in_flight
 from lockstep.world.handle import RankHandle, receive, request_statuses
 from lockstep.world.outcome import Died, ItemOutcome, RankOutcome, Stuck, is_of_phase, label_of
 from lockstep.world.standstill import Probes, Standstill
@@ -124,10 +123,8 @@ class ItemRun:
             for each in self.outcomes:
                 each.excuse = ""  # no rank is left that could say how the test went on
         clock, now = self._clock, time.monotonic()
-        self._look_for_work_in_flight()
         self._standstill.compare_failed_cases(self._size())
         found = self._standstill.diagnosis = self._find_diagnosis()
-        self._collect_records()
         outcome = ItemOutcome(
             ranks=tuple(self.outcomes),
             timeout=clock.timeout,
@@ -138,8 +135,9 @@ class ItemRun:
             preparation=self.order.preparation,
             parts=self.parts,
         )
-        if self.order.parts or any(rank.parts() for rank in outcome.ranks) or not outcome.has_passed():
-            self._hook.pytest_ranks_outcome(outcome=outcome, order=self.order)
+        has_parts = self.order.parts or any(rank.parts() for rank in outcome.ranks)
+        if has_parts or not (outcome.has_passed() and outcome.is_clean()):
+            self._hook.pytest_ranks_outcome(run=self, outcome=outcome)
         return outcome
 
     def send(self, rank: int, part: Part) -> None:
@@ -272,7 +270,7 @@ class ItemRun:
             if answers[rank].state == "idle":
                 del answers[rank]  # it has not begun this item: it would have sent the end of it before
         found = None
-        if pending & answers.keys() and not self._has_lost():
+        if pending & answers.keys() and not self.has_lost():
             found = diagnose(answers, self._size(), self._clock.timeout)
         if self._standstill.confirm(found) and found is not None:
             lost = self._hook.pytest_ranks_standstill(run=self, found=found, pending=pending)
@@ -285,7 +283,7 @@ class ItemRun:
                 self._standstill.forget_suspicion()
         self._probes.send(names_place)
 
-    def _has_lost(self) -> bool:
+    def has_lost(self) -> bool:
         """Whether a rank has died, with an excuse, and the others are still in its world, and differ."""
         return any(each.excuse and not each.has_left_world for each in self.outcomes)
 
@@ -319,7 +317,7 @@ class ItemRun:
 
     def _give_up(self, ranks: set[int]) -> None:
         phases = {rank: self._handles[rank].phases_over() for rank in ranks}  # asking may wake a rank
-        self._end(ranks, self._request_statuses(ranks), phases)
+        self._end(ranks, self.request_statuses(ranks), phases)
 
     def _end(self, ranks: set[int], answers: dict[int, RankStatus], phases: dict[int, int]) -> None:
         for rank in ranks & self._pending():
@@ -334,7 +332,7 @@ class ItemRun:
         """Give up ranks that others wait for without result, but none that reports, tears down or is slow."""
         self._probes.postpone()  # so that the loop waits for something
         phases = {rank: self._handles[rank].phases_over() for rank in late}
-        answers = self._request_statuses(late)
+        answers = self.request_statuses(late)
         late = self._without_failure(late & self._pending())  # some may have reported a failure by now
         may_report = {rank for rank in late if answers[rank].state in ("reports", "silent")}
         if self._clock.is_last_grace():
@@ -347,7 +345,7 @@ class ItemRun:
         if not may_report:
             self._end(late - clearing, answers, phases)
 
-    def _request_statuses(self, ranks: set[int]) -> dict[int, RankStatus]:
+    def request_statuses(self, ranks: set[int]) -> dict[int, RankStatus]:
         """Request the status of ranks; return the answers of those that have not died."""
         found = request_statuses([self._handles[rank] for rank in sorted(ranks)], self._handle)
         self._probes.answers = {**found}
@@ -355,40 +353,13 @@ class ItemRun:
 
     def _find_diagnosis(self) -> Diagnosis | None:
         """Return what was wrong between ranks that were ended or that failed, as far as is known."""
-        if self._standstill.diagnosis is not None or self._has_lost():
+        if self._standstill.diagnosis is not None or self.has_lost():
             return self._standstill.diagnosis
         statuses = {outcome.rank: outcome.status for outcome in self.outcomes if outcome.status is not None}
         if not statuses:
             return None
         stuck = [outcome for outcome in self.outcomes if isinstance(outcome.fate, Stuck)]
         if stuck and not any(outcome.has_failed() for outcome in self.outcomes):
-            statuses |= self._request_statuses({handle.rank for handle in self._handles} - statuses.keys())
+            statuses |= self.request_statuses({handle.rank for handle in self._handles} - statuses.keys())
             return diagnose(statuses, self._size())
         return find_mismatch(statuses, self._size(), include_ended=not stuck)
-
-    def _collect_records(self) -> None:
-        """Take the flight records that ranks have sent; request the others where ranks may have parted."""
-        for outcome in self.outcomes:
-            if isinstance(outcome.fate, Stuck):
-                outcome.record = outcome.fate.status.record
-        ended = {each.rank for each in self.outcomes if isinstance(each.fate, Finished)}
-        if not self._standstill.was_found() and len(ended) == len(self.outcomes):
-            return
-        for rank, status in self._request_statuses(ended).items():
-            self.outcomes[rank].record = status.record
-
-    def _look_for_work_in_flight(self) -> None:
-        """Find out what is still in flight on ranks that ended after unequal numbers of collectives.
-
-        The number alone proves nothing: it counts sends and receives too.
-        """
-        if self._has_lost():
-            return
-        finished = {each.rank: each.fate for each in self.outcomes if isinstance(each.fate, Finished)}
-        if len({fate.collectives for fate in finished.values()}) < 2:
-            return
-        for rank, status in self._request_statuses(set(finished)).items():
-            issued = in_flight(status)
-            if issued is not None and issued.group == DEFAULT_GROUP:
-                left = f"{name_of(issued)} in flight: not every rank has joined it"
-                self.outcomes[rank].left_in_flight = left

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from lockstep.protocol import Finished, FlightRecord, Preparation, RankStatus, Vote, Warned
+from lockstep.protocol import Finished, Preparation, RankStatus, Vote, Warned
 from lockstep.specification import RankSpec
 from lockstep.world.diagnosis import Diagnosis
 from lockstep.world.rank_output import Sections
@@ -86,8 +86,6 @@ class RankOutcome:
     vote: Vote | None = None
     status: RankStatus | None = None
     """What it was doing when it failed, or when it was ended."""
-    record: FlightRecord | None = None
-    """Its calls in the test, if ranks hung, died or called something differently."""
     host: str = ""
     """Name of the host that it runs on, where the ranks are on several."""
     world: str = ""
@@ -185,6 +183,10 @@ class ItemOutcome:
             and all(rank.has_passed() and rank.left_in_flight is None for rank in self.ranks)
             and all([report["when"] for report in rank.reports] == _PHASES for rank in self.ranks)
         )
+
+    def ended(self) -> set[int]:
+        """Return the indices of the ranks that reached the end of the item."""
+        return {index for index, outcome in enumerate(self.ranks) if isinstance(outcome.fate, Finished)}
 
     def finished(self) -> list[Finished]:
         """Return the messages of the ranks that reached the end of the item, in rank order."""

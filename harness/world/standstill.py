@@ -92,6 +92,3 @@ class Standstill:
             found = find_mismatch(statuses, size, include_ended=True)
             if found is not None:
                 self.cases.setdefault(case, found)
-
-    def was_found(self) -> bool:
-        return self.diagnosis is not None or bool(self.cases)

@@ -1,1 +1,1 @@
-"""Sends and receives: a test fails that leaves one which no other rank has taken up."""
+"""Calls in flight: a test fails that leaves a send, a receive or a collective without its counterpart."""

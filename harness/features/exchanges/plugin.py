@@ -1,4 +1,4 @@
-"""The plugin of exchanges: sees sends and receives on ranks, and pairs them in the controller."""
+"""The plugin of exchanges: finds what ranks have left in flight. Sends and receives are seen on ranks."""
 
 from __future__ import annotations
 
@@ -10,9 +10,11 @@ import pytest
 
 from lockstep.backends import meets
 from lockstep.hookspecs import RANK_PLUGIN
+from lockstep.protocol import DEFAULT_GROUP
 
 if TYPE_CHECKING:
     from lockstep.rank.session import RankSession
+    from lockstep.world.item_run import ItemRun
     from lockstep.world.outcome import ItemOutcome
 
 FEATURE = "exchanges"
@@ -55,13 +57,29 @@ def pytest_configure(config: pytest.Config) -> None:
 # In the controller
 
 
-def pytest_ranks_outcome(outcome: ItemOutcome) -> None:
-    """Name what ranks have left in flight in a test that passed; after a failure it is a consequence."""
+def pytest_ranks_outcome(run: ItemRun, outcome: ItemOutcome) -> None:
+    """Name what ranks have left in flight: sends and receives of a test that passed, and collectives."""
+    if not run.has_lost() and len({fate.collectives for fate in outcome.finished()}) > 1:
+        _find_collectives(run, outcome)
     in_world = [rank for rank in outcome.ranks if not rank.has_left_world]
     exchanged = {rank.rank: parts[FEATURE] for rank in in_world if FEATURE in (parts := rank.parts())}
     if exchanged and all(rank.has_passed() for rank in in_world):
         for number, left in find_unpaired(exchanged).items():
             outcome.ranks[number].left_in_flight = left
+
+
+def _find_collectives(run: ItemRun, outcome: ItemOutcome) -> None:
+    """Find out what is in flight on ranks that ended after unequal numbers of collectives.
+
+    The number alone proves nothing: it counts sends and receives too.
+    """
+    from lockstep.world.diagnosis import in_flight, name_of
+
+    for rank, status in run.request_statuses(outcome.ended()).items():
+        issued = in_flight(status)
+        if issued is not None and issued.group == DEFAULT_GROUP:
+            left = f"{name_of(issued)} in flight: not every rank has joined it"
+            outcome.ranks[rank].left_in_flight = left
 
 
 def find_unpaired(exchanged: Mapping[int, Iterable[Exchanged]]) -> dict[int, str]:

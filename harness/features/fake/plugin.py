@@ -15,8 +15,8 @@ from lockstep.options import default_backend
 
 if TYPE_CHECKING:
     from lockstep.controller.requests import Refusal
-    from lockstep.protocol import RunItem
     from lockstep.rank.session import RankSession
+    from lockstep.world.item_run import ItemRun
     from lockstep.world.outcome import ItemOutcome
 
 PLACE = "ranks_place"
@@ -120,8 +120,8 @@ def _place_of(item: pytest.Item, mark: RanksMark) -> tuple[int, int]:
 
 
 @pytest.hookimpl(tryfirst=True)
-def pytest_ranks_outcome(outcome: ItemOutcome, order: RunItem) -> None:
+def pytest_ranks_outcome(run: ItemRun, outcome: ItemOutcome) -> None:
     """Report the process as the rank that it stood for."""
-    fake: FakeRank | None = order.parts.get(FEATURE)
+    fake: FakeRank | None = run.order.parts.get(FEATURE)
     if fake is not None:
         outcome.ranks[0].rank, outcome.ranks[0].world = fake.rank, f"{fake.size} (fake)"

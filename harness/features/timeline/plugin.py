@@ -14,6 +14,8 @@ if TYPE_CHECKING:
     from lockstep.rank.status import StatusReader
     from lockstep.reporting.problems import Problem
     from lockstep.reporting.rank_reports import Context
+    from lockstep.world.item_run import ItemRun
+    from lockstep.world.outcome import ItemOutcome
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -51,6 +53,13 @@ class FlightRecords:
 
     def pytest_ranks_finished(self, ending: Ending) -> None:
         ending.parts[FEATURE] = self._status.record()
+
+
+def pytest_ranks_outcome(run: ItemRun, outcome: ItemOutcome) -> None:
+    """Request the flight records of ranks that have ended an item in which ranks may have parted."""
+    if outcome.has_fault():
+        statuses = run.request_statuses(outcome.ended())
+        outcome.parts[FEATURE] = {outcome.ranks[index].rank: each.record for index, each in statuses.items()}
 
 
 @pytest.hookimpl(tryfirst=True)

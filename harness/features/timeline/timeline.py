@@ -195,8 +195,10 @@ def read_timeline(
         until: where it ends, of a subtest that others follow.
         sentence: the diagnosis.
     """
-    found = {rank.rank: rank.parts().get(FEATURE, rank.record) for rank in outcome.ranks}
-    records = {rank: record for rank, record in found.items() if record is not None}
+    found = {**outcome.parts.get(FEATURE, {})}
+    found |= {each.rank: each.fate.status.record for each in outcome.ranks if isinstance(each.fate, Stuck)}
+    found |= {each.rank: parts[FEATURE] for each in outcome.ranks if FEATURE in (parts := each.parts())}
+    records: dict[int, FlightRecord] = {rank: record for rank, record in found.items() if record is not None}
     if until is not None:
         records = {rank: _until(record, until) for rank, record in records.items()}
     if not any(record.entries for record in records.values()):

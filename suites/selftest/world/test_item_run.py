@@ -168,7 +168,7 @@ def test_a_rank_is_ended_with_its_whole_status() -> None:
     (rank,) = _run(LateRank(*multiprocessing.Pipe()), 0.1).ranks
     assert isinstance(rank.fate, Stuck)
     assert rank.fate.status.where == "save()"
-    assert rank.record == FlightRecord((), {}, {}, 0, 0)
+    assert rank.fate.status.record == FlightRecord((), {}, {}, 0, 0)
 
 
 class SlowRank(LateRank):
