@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from lockstep.reporting.rank_reports import Context
     from lockstep.specification import Spread, WorldKey
     from lockstep.world.diagnosis import Diagnosis
-    from lockstep.world.item_run import ItemRun, Moment
+    from lockstep.world.item_run import ItemRun
     from lockstep.world.outcome import Died, ItemOutcome
     from lockstep.world.world import Share
 
@@ -153,7 +153,7 @@ def pytest_ranks_order(item: pytest.Item, request: Request, parts: dict[str, Any
 
 @pytest.hookspec
 def pytest_ranks_run_begins(run: ItemRun) -> None:
-    """Prepare for a run, which is about to begin on all ranks. Called in the controller."""
+    """Prepare for what ranks send, which have just got the order. Called in the controller; must be short."""
 
 
 @pytest.hookspec
@@ -175,8 +175,12 @@ def pytest_ranks_answer(run: ItemRun, rank: int, answer: RankStatus | Progress) 
 
 
 @pytest.hookspec
-def pytest_ranks_probe(moment: Moment) -> bool | None:
-    """Return whether ranks that move must name their line, too. In the controller, before each probe."""
+def pytest_ranks_probe(run: ItemRun, silent: set[int]) -> bool | None:
+    """Return whether ranks that move must name their line, too. In the controller, before each probe.
+
+    Args:
+        silent: the ranks that run the item and have not answered the last probe.
+    """
 
 
 @pytest.hookspec(firstresult=True)

@@ -9,7 +9,7 @@ import contextlib
 import gc
 import itertools
 import re
-from collections.abc import Callable, Generator, Iterable, Mapping
+from collections.abc import Generator, Iterable, Mapping
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -24,19 +24,13 @@ from lockstep.controller.pytest_internals import (
     make_report,
     tear_down,
 )
-from lockstep.controller.requests import (
-    REQUEST,
-    Refusal,
-    Request,
-    default_backend,
-    report_refusal,
-    request_of,
-)
+from lockstep.controller.requests import REQUEST, Refusal, Request, report_refusal, request_of
 from lockstep.controller.rerun import rerun_line
 from lockstep.controller.termination import Termination
 from lockstep.controller.world_starter import WorldStarter
 from lockstep.exceptions import WorldError
 from lockstep.launch.processes import Launcher, ProcessLauncher, RankProgram
+from lockstep.options import default_backend
 from lockstep.protocol import Preparation, RunItem
 from lockstep.reporting.differences import pass_on_warnings
 from lockstep.reporting.merge import merge
@@ -59,25 +53,6 @@ def _backend_modules(config: pytest.Config, text: bytes) -> list[str]:
     return sorted({each.module for each in (*objects_of(default_backend(config)), *named) if each.module})
 
 
-class SharedDirectories:
-    """Names of the directories that the ranks of one test share."""
-
-    def __init__(self, config: pytest.Config) -> None:
-        self._config = config
-        self._numbers = itertools.count()
-        self._here = ""
-        """The directory above them, where no feature has another."""
-
-    def path_for(self, item: pytest.Item, request: Request) -> str:
-        """Return a path for one run of an item; "" where no directory is known that all ranks see."""
-        self._here = self._here or str(basetemp_of(self._config) / "shared")
-        shared = self._config.hook.pytest_ranks_shared_directory
-        given: str | None = shared(request=request) if request.key.spread else None
-        above = self._here if given is None else given
-        name = f"{next(self._numbers)}-{getattr(item, 'originalname', 'test')}"
-        return above and f"{above}/{name[:40]}"
-
-
 class Controller:
     """Runs `ranks` items on worlds; leaves every other item to pytest."""
 
@@ -89,8 +64,9 @@ class Controller:
         self._worlds = WorldPool(WorldStarter(config, self._launch).start, self._fail_last_item)
         self._termination = Termination()
         self._interrupted: Interrupted | None = None
-        self._shared = SharedDirectories(config)
+        self._numbers = itertools.count()
         self._current: pytest.Item | None = None
+        self._next: pytest.Item | None = None
 
     # Before tests: find out what will be needed, and start it early
 
@@ -145,7 +121,7 @@ class Controller:
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_runtest_protocol(self, item: pytest.Item, nextitem: pytest.Item | None) -> bool | None:
-        self._current = item
+        self._current, self._next = item, nextitem
         request = item.stash.get(REQUEST, None)
         if request is None:
             return None
@@ -176,13 +152,18 @@ class Controller:
             return reports
         try:
             order = self._order(item, request, nextitem)
-            outcome = self._run_order(item, request, order, partial(_locate, nextitem))
+            outcome = self._run_order(item, request, order)
             if not outcome.is_clean():
                 run, again = partial(self._run_order, item, request), self._config.hook.pytest_ranks_again
                 outcome = again(item=item, order=order, outcome=outcome, run=run) or outcome
         except (WorldError, pytest.fail.Exception) as error:  # the second: a plugin's own deadline
             return Refusal("failed", str(error))
         return outcome
+
+    def pytest_ranks_run_begins(self) -> None:
+        """Let pytest find the line of the next item, which it keeps: 0.1 ms that no test waits for."""
+        with contextlib.suppress(Exception):  # pytest raises it again where it asks for the line
+            _ = self._next and self._next.location
 
     def prepare(
         self, item: pytest.Item, request: Request, preparation: Preparation, parts: Mapping[str, Any]
@@ -200,13 +181,7 @@ class Controller:
         outcome = self._run_order(item, request, order)
         return order.shared_tmp_path, self._report(item, outcome)
 
-    def _run_order(
-        self,
-        item: pytest.Item,
-        request: Request,
-        order: RunItem,
-        once_sent: Callable[[], None] | None = None,
-    ) -> ItemOutcome:
+    def _run_order(self, item: pytest.Item, request: Request, order: RunItem) -> ItemOutcome:
         """Run an order on a world of the kind that the item requests."""
         try:
             if request.key.spread:
@@ -216,7 +191,7 @@ class Controller:
             raise WorldError(f"no world of {request.key}: {error}") from error
         self._last_items[world.name] = item
         try:
-            outcome = world.run(ItemRun(order, request.timeout, self._config.hook), once_sent)
+            outcome = world.run(ItemRun(order, request.timeout, self._config.hook))
         except (WorldError, pytest.fail.Exception):
             self._worlds.discard(world)
             raise
@@ -248,10 +223,18 @@ class Controller:
             nodeid=str(item.nodeid),
             path=str(item.path),
             next_item=None if following is None else (str(following.nodeid), str(following.path)),
-            shared_tmp_path=self._shared.path_for(item, request),
+            shared_tmp_path=self._shared_directory(item, request),
             location=item.location,
             parts=parts,
         )
+
+    def _shared_directory(self, item: pytest.Item, request: Request) -> str:
+        """Return the path of a new directory that ranks share; "" where none is known that all see."""
+        shared = self._config.hook.pytest_ranks_shared_directory
+        given: str | None = shared(request=request) if request.key.spread else None
+        above = str(basetemp_of(self._config) / "shared") if given is None else given
+        name = f"{next(self._numbers)}-{getattr(item, 'originalname', 'test')}"
+        return above and f"{above}/{name[:40]}"
 
     def _next_of_world(self, request: Request, nextitem: pytest.Item | None) -> pytest.Item | None:
         """Find the next item on the same world, so that fixtures they share stay up until then."""
@@ -321,13 +304,6 @@ class Controller:
         if self._launcher is not None:
             self._launcher.stop()
             self._launcher = None
-
-
-def _locate(item: pytest.Item | None) -> None:
-    """Let pytest find the line of an item, which it keeps; 0.1 ms that the next test need not wait for."""
-    if item is not None:
-        with contextlib.suppress(Exception):  # pytest raises it again where it asks for the line
-            _ = item.location
 
 
 def _request_in(item: pytest.Item, key: WorldKey) -> Request | None:

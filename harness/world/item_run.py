@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any, assert_never
 
 from pluggy import HookRelay
@@ -44,23 +44,6 @@ _BEFORE_TEARDOWN = 2
 """Phases of an item."""
 
 
-@dataclass(frozen=True, slots=True)
-class Moment:
-    """An item that runs, when its ranks are about to be probed again."""
-
-    label: str
-    elapsed: float
-    """Seconds since it began."""
-    limit: float
-    """Seconds from its beginning to its deadline; infinite where a person may take part."""
-    importing: str
-    """The file that a rank imports, else ""."""
-    silent: set[int]
-    """Ranks that run it and have not answered the last probe."""
-    outcomes: Sequence[RankOutcome]
-    """What the ranks have sent so far."""
-
-
 class ItemRun:
     """Runs one item on all ranks.
 
@@ -74,6 +57,8 @@ class ItemRun:
     Attributes:
         paused: Ranks that wait for a person, as a feature has found: nothing is over until they run again.
         may_pause: Ranks that may come to that: they are not ended because another has failed.
+        outcomes: What the ranks have sent so far, in rank order.
+        parts: What features note of the run, by the name of each; also of its outcome.
     """
 
     def __init__(self, order: RunItem, timeout: float, hook: HookRelay) -> None:
@@ -82,19 +67,16 @@ class ItemRun:
         self.paused: set[int] = set()
         self.may_pause: set[int] = set()
         self.parts: dict[str, Any] = {}
-        """What features note of the run, by the name of each; that of its outcome, too."""
         self.outcomes: Sequence[RankOutcome] = ()
-        """Outcomes of the ranks so far, in rank order."""
         self._hook = hook
-        self._clock = Clock(timeout)
+        self.clock = Clock(timeout)
         self._standstill = Standstill()
 
-    def run(self, handles: Sequence[RankHandle], once_sent: Callable[[], None] | None = None) -> ItemOutcome:
+    def run(self, handles: Sequence[RankHandle]) -> ItemOutcome:
         """Send the ranks the order, and wait for the end of the item; return what each rank said of it.
 
         Args:
             handles: the ranks, in rank order.
-            once_sent: called when the ranks have the order; must be short.
 
         Raises:
             WorldError: a rank has left its session.
@@ -103,16 +85,16 @@ class ItemRun:
         self._probes = Probes(handles)
         self.outcomes = [RankOutcome(handle.rank, host=handle.host, spec=handle.spec) for handle in handles]
         packed = pickle_message(self.order)
-        self._hook.pytest_ranks_run_begins(run=self)
         for handle in handles:
             handle.send_packed(packed)
-        if once_sent is not None:
-            once_sent()
-        clock = self._clock
+        self._hook.pytest_ranks_run_begins(run=self)
+        clock = self.clock
         try:
             while pending := self._pending():
                 grace = clock.grace if self._without_failure(pending) else math.inf
-                self._listen(min(clock.deadline, self._probes.due, grace) - time.monotonic())
+                until = min(clock.deadline, self._probes.due, grace)
+                for rank, message in receive(handles, until - time.monotonic()):
+                    self._handle(rank, message)
                 self._end_what_is_over(self._pending())
         finally:
             self._hook.pytest_ranks_run_ended(run=self)
@@ -122,7 +104,7 @@ class ItemRun:
         if all(isinstance(outcome.fate, Died) for outcome in self.outcomes):
             for each in self.outcomes:
                 each.excuse = ""  # no rank is left that could say how the test went on
-        clock, now = self._clock, time.monotonic()
+        clock, now = self.clock, time.monotonic()
         self._standstill.compare_failed_cases(self._size())
         found = self._standstill.diagnosis = self._find_diagnosis()
         outcome = ItemOutcome(
@@ -157,7 +139,7 @@ class ItemRun:
         return {rank for rank in ranks if not self.outcomes[rank].has_failed()}
 
     def _end_what_is_over(self, pending: set[int]) -> None:
-        clock, late = self._clock, self._without_failure(pending)
+        clock, late = self.clock, self._without_failure(pending)
         if self.paused & pending:
             # Forget what would end a rank early: whatever waits, waits for the person.
             clock.end_grace()
@@ -179,10 +161,6 @@ class ItemRun:
 
     # Messages of ranks
 
-    def _listen(self, timeout: float) -> None:
-        for rank, message in receive(self._handles, timeout):
-            self._handle(rank, message)
-
     def _handle(self, rank: int, message: FromRank | Died) -> None:
         outcome = self.outcomes[rank]
         match message:
@@ -201,7 +179,7 @@ class ItemRun:
                 self._count_votes()
             case Finished() | Died():
                 if isinstance(message, Died):
-                    message = replace(message, importing=self._clock.importing.get(rank, ""))
+                    message = replace(message, importing=self.clock.importing.get(rank, ""))
                 else:
                     outcome.status = outcome.status or message.status
                 outcome.fate = outcome.fate or message  # a rank may die after it has ended the item
@@ -209,9 +187,9 @@ class ItemRun:
                     outcome.excuse = self._hook.pytest_ranks_died(run=self, rank=rank, death=message) or ""
                 self._count_votes()
             case Collecting(path):
-                self._clock.begin_import(rank, path)
+                self.clock.begin_import(rank, path)
             case ItemStarted():
-                self._clock.end_import(rank)
+                self.clock.end_import(rank)
             case RankStatus() | Progress():
                 self._probes.take(rank, message)
                 self._hook.pytest_ranks_answer(run=self, rank=rank, answer=message)
@@ -245,7 +223,7 @@ class ItemRun:
                 each.has_left_world = bool(each.excuse)
             self._standstill.forget_suspicion()  # it was of the earlier groups
         if all(vote.renews_deadline for vote in votes):
-            self._clock.restart()
+            self.clock.restart()
         parts: dict[str, Any] = {}
         self._hook.pytest_ranks_agreed(run=self, votes=votes, parts=parts)
         agreed = pickle_message(Agreed(tuple(votes), parts))
@@ -265,13 +243,14 @@ class ItemRun:
             if self._handles[rank].is_stopped():
                 answers[rank] = answer = self._handles[rank].describe_silent()
                 self._hook.pytest_ranks_answer(run=self, rank=rank, answer=answer)
-        names_place = any(self._hook.pytest_ranks_probe(moment=self._moment(pending)))
+        silent = (self._probes.unanswered & pending) - answers.keys()
+        names_place = any(self._hook.pytest_ranks_probe(run=self, silent=silent))
         for rank in pending & answers.keys():
             if answers[rank].state == "idle":
                 del answers[rank]  # it has not begun this item: it would have sent the end of it before
         found = None
         if pending & answers.keys() and not self.has_lost():
-            found = diagnose(answers, self._size(), self._clock.timeout)
+            found = diagnose(answers, self._size(), self.clock.timeout)
         if self._standstill.confirm(found) and found is not None:
             lost = self._hook.pytest_ranks_standstill(run=self, found=found, pending=pending)
             for rank in lost or ():
@@ -290,17 +269,6 @@ class ItemRun:
     def _size(self) -> int:
         """Return how many ranks the world has now."""
         return sum(not each.has_left_world for each in self.outcomes)
-
-    def _moment(self, pending: set[int]) -> Moment:
-        clock = self._clock
-        return Moment(
-            label=self.label,
-            elapsed=time.monotonic() - clock.begun,
-            limit=clock.deadline - clock.begun,
-            importing=min(clock.importing.values(), default=""),
-            silent=(self._probes.unanswered & pending) - self._probes.answers.keys(),
-            outcomes=self.outcomes,
-        )
 
     def _end_standstill(self, found: Diagnosis, pending: set[int]) -> None:
         """Fail a case of `run_subtests` so that the others can run, once; give up anything else."""
@@ -325,7 +293,7 @@ class ItemRun:
             outcome.status = outcome.status or answers[rank]
             handle = self._handles[rank]
             printed = handle.log(), handle.output().captured()
-            importing = self._clock.importing.get(rank, "")
+            importing = self.clock.importing.get(rank, "")
             outcome.fate = Stuck(answers[rank], time.time(), phases[rank], *printed, importing)
 
     def _end_grace(self, late: set[int]) -> None:
@@ -335,13 +303,13 @@ class ItemRun:
         answers = self.request_statuses(late)
         late = self._without_failure(late & self._pending())  # some may have reported a failure by now
         may_report = {rank for rank in late if answers[rank].state in ("reports", "silent")}
-        if self._clock.is_last_grace():
+        if self.clock.is_last_grace():
             may_report = set()
         # Its test is over, and it waits for no other rank: it has until the deadline.
         tearing_down = {rank for rank in late if phases[rank] >= _BEFORE_TEARDOWN}
         clearing = {rank for rank in tearing_down if in_flight(answers[rank]) is None}
         if may_report | clearing:
-            self._clock.prolong_grace()
+            self.clock.prolong_grace()
         if not may_report:
             self._end(late - clearing, answers, phases)
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 import os
 import socket
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Protocol
 
@@ -111,11 +110,8 @@ class World:
         if self.share is not None:
             self.share.leave_to_ranks()
 
-    def run(self, run: ItemRun, once_sent: Callable[[], None] | None = None) -> ItemOutcome:
+    def run(self, run: ItemRun) -> ItemOutcome:
         """Return what each rank said of the item, soon after its timeout at the latest.
-
-        Args:
-            once_sent: called when the ranks have the order; must be short.
 
         Raises:
             WorldError: a rank has left its session, the world's directory is gone, or what
@@ -124,7 +120,7 @@ class World:
         if self._kept is not None:
             self._kept.clear(run.label)
         try:
-            outcome = run.run(self._handles, once_sent)
+            outcome = run.run(self._handles)
         except OSError as error:
             raise WorldError(self.fault() or explain(error)) from error
         if not outcome.is_clean():

@@ -10,7 +10,7 @@ import pytest
 from lockstep.features.progress.display import ProgressDisplay
 from lockstep.features.progress.glance import Places
 from lockstep.protocol import Progress, RankStatus
-from lockstep.world.item_run import Moment
+from lockstep.world.item_run import ItemRun
 
 
 class FollowedRuns:
@@ -24,13 +24,13 @@ class FollowedRuns:
     def pytest_ranks_answer(self, rank: int, answer: RankStatus | Progress) -> None:
         self._places.note(rank, answer, time.monotonic())
 
-    def pytest_ranks_probe(self, moment: Moment) -> bool:
+    def pytest_ranks_probe(self, run: ItemRun, silent: set[int]) -> bool:
         """Show how far the test has come; return whether to ask its ranks where they are."""
         now = time.monotonic()
-        self._places.note_silent(moment.silent, now)
+        self._places.note_silent(silent, now)
         if self._display is None:  # what other plugins do of the terminal is known by now
             self._display = ProgressDisplay(self._config, os.environ)
-        return self._display.look(self._places.glance(moment, now))
+        return self._display.look(self._places.glance(run, now))
 
     def pytest_ranks_run_ended(self) -> None:
         self._places = Places()

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from lockstep.protocol import DEFAULT_GROUP, Progress, RankStatus
 from lockstep.world.diagnosis import in_flight, named
-from lockstep.world.item_run import Moment
+from lockstep.world.item_run import ItemRun
 from lockstep.world.outcome import is_of_phase
 
 STANDS_AFTER = 2.0
@@ -60,15 +60,18 @@ class Places:
         before, since = self._since.get(rank, ("", now))
         self._since[rank] = text, since if text == before and not has_moved else now
 
-    def glance(self, moment: Moment, now: float) -> Glance:
+    def glance(self, run: ItemRun, now: float) -> Glance:
         """Return how far the test has come."""
-        subtests = [[data for data in rank.reports if not is_of_phase(data)] for rank in moment.outcomes]
+        subtests = [[data for data in rank.reports if not is_of_phase(data)] for rank in run.outcomes]
         ended = min(map(len, subtests))
         activity = self.count() or (f"{ended} subtests ended" if ended else "")
-        if moment.importing:
-            activity = f"imports {moment.importing}"
+        if importing := min(run.clock.importing.values(), default=""):
+            activity = f"imports {importing}"
         failed = max(sum(data["outcome"] == "failed" for data in reports) for reports in subtests)
-        return Glance(moment.label, moment.elapsed, moment.limit, activity, failed, self.standing(now))
+        begun = run.clock.begun
+        return Glance(
+            run.label, now - begun, run.clock.deadline - begun, activity, failed, self.standing(now)
+        )
 
     def count(self) -> str:
         """Return which subtest or example the ranks are in, the first of them; "" if one is in none."""
