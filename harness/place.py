@@ -1,8 +1,14 @@
-"""The place of a rank among hosts. Both sides import this; standard library only."""
+"""The place of a rank among hosts, and the interfaces of one. Used on both sides; standard library only."""
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
+import socket
+import struct
 from dataclasses import dataclass
+
+_SIOCGIFADDR = 0x8915  # <linux/sockios.h>
 
 Moved = tuple[tuple[str, str], ...]
 """Directories of the controller's host, each with the one that stands for it on another."""
@@ -39,3 +45,18 @@ class Place:
     def path(self, path: str) -> str:
         """Return a path of the controller's host as it is on this one."""
         return moved_path(path, self.moved)
+
+
+def interface_of(address: str) -> str:
+    """Return the name of the network interface that has an address; of 127.x.y.z, the loopback one."""
+    names = [name for _, name in socket.if_nameindex()]
+    if address.startswith("127."):
+        return next((name for name in ("lo", "lo0") if name in names), names[0])
+    wanted = socket.inet_aton(address)
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asking:
+        for name in names:
+            with contextlib.suppress(OSError):  # it has no such address
+                answer = fcntl.ioctl(asking, _SIOCGIFADDR, struct.pack("256s", name.encode()))
+                if answer[20:24] == wanted:
+                    return name
+    return names[0]

@@ -7,8 +7,9 @@ from pathlib import Path
 
 import pytest
 
+from lockstep.protocol import RunItem
 from lockstep.rank.pytest_internals import set_argument, waiting_conftests
-from lockstep.rank.reporter import describe_raised
+from lockstep.rank.reporter import describe_raised, failure
 
 
 class RankCollection:
@@ -17,11 +18,15 @@ class RankCollection:
     For pytest every file is a collection of its own, with its own directories; fixtures and set-up that
     belong to a directory would be bound to those of the first file. So directories are kept here.
 
+    Args:
+        rootdir: of the controller.
+
     Attributes:
         errors: By file that was tried, why it could not be collected; empty where it could.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, rootdir: str) -> None:
+        self._rootdir = rootdir
         self._items: dict[tuple[str, str], pytest.Item] = {}
         self.errors: dict[str, str] = {}
         self._argument = Path()
@@ -42,6 +47,22 @@ class RankCollection:
                 # By path, too: outside of the rootdir files of one name may have the same ids.
                 self._items.update({(path, str(item.nodeid)): item for item in items})
         return self._items.get((path, nodeid))
+
+    def report_missing(self, order: RunItem, session: pytest.Session) -> pytest.TestReport:
+        """Return the report of an item that was not found on this rank, with the reason."""
+        text = self.errors[order.path]
+        if not text and str(session.config.rootpath) != self._rootdir:
+            text = (
+                f"this rank has the rootdir {session.config.rootpath}, where the pytest that you started has "
+                f"{self._rootdir}, so that its node ids are others: give it with --rootdir={self._rootdir}"
+            )
+        text = text or (
+            f"this rank collected {order.path} and did not find {order.nodeid} in it. The items of a file "
+            "must be the same on every rank: does a parametrization depend on the rank, or on an unseeded "
+            "random choice? Or has the file changed since pytest collected it?"
+        )
+        path, *names = order.nodeid.split("::")
+        return failure(order.nodeid, (path, None, ".".join(names)), text, "setup")
 
     @pytest.hookimpl(wrapper=True, tryfirst=True)
     def pytest_make_collect_report(

@@ -8,17 +8,32 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from types import FrameType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 
 from lockstep.backends import BACKENDS
+from lockstep.bounds import shown
 from lockstep.flight_entries import Entry, dtypes, group_in_process, group_name, operation, shapes
 from lockstep.protocol import DEFAULT_GROUP, FlightRecord, Issued
 from lockstep.rank import pytest_internals
-from lockstep.rank.process_group import MAX_RECORDED, DefaultGroup
 from lockstep.rank.torch_internals import phases_by_code, recorded_calls, recorded_collectives
 from lockstep.tracebacks import is_installed
+
+if TYPE_CHECKING:
+    from lockstep.rank.process_group import DefaultGroup
+
+MAX_RECORDED = 256
+"""Calls that torch's flight recorder keeps: those of most tests. Each status reads all of them."""
+
+
+def limit_records() -> int:
+    """Return how many calls torch's flight recorder keeps, which it reads from the environment."""
+    most = os.environ.setdefault("TORCH_FR_BUFFER_SIZE", str(MAX_RECORDED))
+    if not most.isdecimal() or len(most) > 9:
+        problem = f"TORCH_FR_BUFFER_SIZE={shown(most)}"
+        raise ValueError(f"{problem}: set it to the number of calls that torch records, or not at all")
+    return int(most)
 
 
 def issued_since(began: int, group: DefaultGroup) -> tuple[tuple[Issued, ...], dict[str, int]]:
@@ -51,7 +66,7 @@ def read_record(began: int, group: DefaultGroup) -> FlightRecord:
         stacks.shorten(entry)
     seen = {group_name(entry) for entry in entries}
     groups = {name: ranks for name, ranks in _members(group).items() if name in seen}
-    return FlightRecord(tuple(entries), groups, before, began, time.time_ns(), group.joins())
+    return FlightRecord(tuple(entries), groups, before, began, time.time_ns(), tuple(group.joins))
 
 
 @dataclass(frozen=True)

@@ -2,23 +2,20 @@
 
 from __future__ import annotations
 
-import contextlib
 import datetime
-import fcntl
 import importlib
 import os
 import socket
-import struct
 import time
 from collections import deque
-from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
 
 from lockstep.backends import BACKENDS, meets, objects_of
 from lockstep.backends.device import Device
-from lockstep.bounds import shown
+from lockstep.place import Place, interface_of
+from lockstep.rank.flight_record import MAX_RECORDED, limit_records
 from lockstep.rank.torch_internals import (
     TakenGroups,
     group_members,
@@ -28,14 +25,8 @@ from lockstep.rank.torch_internals import (
 )
 from lockstep.specification import RankSpec
 
-if TYPE_CHECKING:
-    from lockstep.place import Place
-
 # The controller's deadline ends what hangs, with a better report than that of torch's own timeout.
 _NO_TIMEOUT = datetime.timedelta(days=1)
-_SIOCGIFADDR = 0x8915  # <linux/sockios.h>
-MAX_RECORDED = 256
-"""Collectives that torch's flight recorder keeps: those of most tests. Each status reads all of them."""
 
 
 class DefaultGroup:
@@ -63,8 +54,8 @@ class DefaultGroup:
         self._place = spec.rank, spec.key.size
         self._living: tuple[int, ...] = ()
         """The ranks of a group that was joined without others, by the numbers of before."""
-        self._joins: list[tuple[int, tuple[int, ...]]] = []
-        """When the default group was joined in this item, and which ranks it has; the first one before."""
+        self.joins: list[tuple[int, tuple[int, ...]]] = []
+        """The time and the ranks of each default group joined in this item, and of the one before."""
         self._foreign: deque[tuple[int, int]] = deque(maxlen=MAX_RECORDED)
         """From when to when the group was hidden, of which torch's flight recorder still has collectives."""
         self._left: list[dist.ProcessGroup] = []
@@ -81,18 +72,14 @@ class DefaultGroup:
         key, (rank, size) = self._spec.key, self._place
         if not key.has_group:
             return
-        self._joins.append((self._joined, self._living or tuple(range(size))))
+        self.joins.append((self._joined, self._living or tuple(range(size))))
         self._generation += 1
         name = f"store-{self._generation}"
         own = next(filter(None, (backend.store() for backend in self._backends)), None)
         self._store = own or self.meeting_store(name, size)
         self._items = 0
         dist.init_process_group(
-            key.backend,
-            store=self._store,
-            rank=rank,
-            world_size=size,
-            timeout=_NO_TIMEOUT,
+            key.backend, store=self._store, rank=rank, world_size=size, timeout=_NO_TIMEOUT
         )
 
     def meeting_store(self, name: str, size: int) -> dist.Store:
@@ -106,17 +93,16 @@ class DefaultGroup:
         return dist.PrefixStore(name, self._server)
 
     def _make_server(self, place: Place) -> dist.Store:
-        is_master = self._spec.rank == 0
-        listening = -1
-        if is_master:
+        listening = None
+        if self._spec.rank == 0:
             listening = socket.create_server((place.address, place.store_port)).detach()
         return dist.TCPStore(
             place.master,
             place.store_port,
-            is_master=is_master,
+            is_master=listening is not None,
             timeout=_NO_TIMEOUT,
             wait_for_workers=False,
-            master_listen_fd=listening if is_master else None,
+            master_listen_fd=listening,
         )
 
     def _prepare(self) -> None:
@@ -132,11 +118,7 @@ class DefaultGroup:
             os.environ.setdefault("NCCL_SOCKET_IFNAME", interface)
             if self._server is None:
                 self._server = self._make_server(place)
-        # The flight recorder, for collectives in flight.
-        recorded = os.environ.setdefault("TORCH_FR_BUFFER_SIZE", str(MAX_RECORDED))
-        if not recorded.isdecimal() or len(recorded) > 9:
-            problem = f"TORCH_FR_BUFFER_SIZE={shown(recorded)}"
-            raise ValueError(f"{problem}: set it to the number of calls that torch records, or not at all")
+        most = limit_records()
         # As torchrun does: ranks that share a machine's cores must not each take all of them.
         torch.set_num_threads(_threads(os.environ.get("OMP_NUM_THREADS", "")))
         for backend in self._backends:
@@ -147,7 +129,7 @@ class DefaultGroup:
             if backend.module:
                 importlib.import_module(backend.module)
         for backend in BACKENDS.values():
-            backend.limit_record(int(recorded))
+            backend.limit_record(most)
 
     def begin_item(self) -> None:
         """Let the groups that a test makes meet under keys of its own, which all ranks count alike.
@@ -156,7 +138,7 @@ class DefaultGroup:
         the next ones: gloo would find addresses that are no longer served, and wait. In a world without a
         group the test's own is expected, and none of an earlier test counts.
         """
-        del self._joins[:-1]
+        del self.joins[:-1]
         if self._store is not None and dist.is_initialized():
             self._items += 1
             set_default_store(dist.PrefixStore(f"item-{self._items}", self._store))
@@ -235,10 +217,6 @@ class DefaultGroup:
             return at >= self._hidden_at
         return at >= self._joined and not any(start <= at < end for start, end in self._foreign)
 
-    def joins(self) -> tuple[tuple[int, tuple[int, ...]], ...]:
-        """Return when this rank joined each default group of the test, oldest first, and the ranks of it."""
-        return tuple(self._joins)
-
     def members(self) -> list[tuple[dist.ProcessGroup, tuple[int, ...]]]:
         """Return the ranks of each group of this rank, by the numbers that they had when the test began."""
         if not self._living:
@@ -280,18 +258,3 @@ def _threads(variable: str) -> int:
     """Return the number in OMP_NUM_THREADS, the first of a list; 1 where there is none."""
     first = variable.partition(",")[0].strip()
     return max(int(first), 1) if first.isdecimal() and len(first) < 6 else 1
-
-
-def interface_of(address: str) -> str:
-    """Return the name of the network interface that has an address; of 127.x.y.z, the loopback one."""
-    names = [name for _, name in socket.if_nameindex()]
-    if address.startswith("127."):
-        return next((name for name in ("lo", "lo0") if name in names), names[0])
-    wanted = socket.inet_aton(address)
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asking:
-        for name in names:
-            with contextlib.suppress(OSError):  # it has no such address
-                answer = fcntl.ioctl(asking, _SIOCGIFADDR, struct.pack("256s", name.encode()))
-                if answer[20:24] == wanted:
-                    return name
-    return names[0]

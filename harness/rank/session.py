@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import ctypes
 import gc
 import logging
-import mmap
 import os
 import sys
 from collections.abc import Generator, Mapping
@@ -67,14 +65,13 @@ class RankSession:
         self.world = rank.world
         self.order: RunItem | None = None
         self.started = False
-        self._collection = RankCollection()
+        self._collection = RankCollection(spec.session.rootdir)
         self._crash_reports = CrashReports(spec.path_of("stacks"))
         self._guards = ItemGuards(rank, self._crash_reports)
         self._state = self._guards.state
         rank.adopt_state = self._state.adopt
         self._standing = Standing(spec)
         self._reporter = RankReporter(rank, self._standing, self._guards)
-        self._freed_memory = FreedMemory()
         self._workerinput = worker_input(spec.session.workerinput, spec.rank, spec.key.size)
 
     def join(self) -> None:
@@ -174,8 +171,7 @@ class RankSession:
         self.rank.group.begin_item()
         item, next_item = self._collect(session, order)
         if item is None:
-            error = self._collection.errors[order.path] or self._differing_rootdir()
-            self._reporter.send(_missing(order, error))
+            self._reporter.send(self._collection.report_missing(order, session))
             self.rank.group.abort()
         else:
             self.world.enter_test(order.shared_tmp_path)
@@ -196,7 +192,6 @@ class RankSession:
         self._config.hook.pytest_ranks_finished(ending=ending)
         self.rank.end_item(Finished(ending.usable, *counts, doing, ending.parts))
         self._standing.await_item()
-        self._freed_memory.give_back()
 
     def _collect(self, session: pytest.Session, order: RunItem) -> list[pytest.Item | None]:
         """Return the item and its next one. What a file changes when it is imported stands from then on."""
@@ -211,22 +206,9 @@ class RankSession:
             self.rank.wire.send(ItemStarted())
         return found if order.next_item else [*found, None]
 
-    def _differing_rootdir(self) -> str:
-        here, there = str(self._config.rootpath), self._spec.session.rootdir
-        if here == there:
-            return ""
-        return (
-            f"this rank has the rootdir {here}, where the pytest that you started has {there}, so that its "
-            f"node ids are others: give it with --rootdir={there}"
-        )
-
     def pytest_ranks_run_item(self, item: pytest.Item, nextitem: pytest.Item | None) -> bool:
-        self._run_protocol(item, nextitem)
-        return True
-
-    def _run_protocol(self, item: pytest.Item, next_item: pytest.Item | None) -> None:
         try:
-            item.ihook.pytest_runtest_protocol(item=item, nextitem=next_item)
+            item.ihook.pytest_runtest_protocol(item=item, nextitem=nextitem)
         except BaseException as error:
             if self.rank.wire.is_interrupted and isinstance(error, KeyboardInterrupt | pytest.exit.Exception):
                 raise  # pytest tears down what is up and ends the session
@@ -235,40 +217,7 @@ class RankSession:
             phase = PHASES[min(self._reporter.phases_over, 2)]
             report = failure(item.nodeid, item.location, _represent(item, error), phase)
             self._reporter.pytest_runtest_logreport(report)
-
-
-GROWTH = 64 * 2**20
-"""Bytes by which a rank has grown when it gives back what tests have freed."""
-
-
-class FreedMemory:
-    """Gives back to the system the memory that tests have freed, which the allocator keeps.
-
-    Of one test of a ResNet, 0.7 GB stayed with each rank to the end of the run.
-    """
-
-    def __init__(self) -> None:
-        # Of glibc; other allocators give back by themselves.
-        self._trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
-        self._figures: int | None = None
-        with suppress(OSError):  # not every system has the file
-            self._figures = os.open("/proc/self/statm", os.O_RDONLY)
-        self._before = self._resident()
-
-    def give_back(self) -> None:
-        """Give memory back if this process has grown; it costs 1 ms, and more where there is much."""
-        if self._trim is None:
-            return
-        if self._resident() > self._before + GROWTH:
-            gc.collect()  # models are full of cycles
-            self._trim(0)
-            self._before = self._resident()
-
-    def _resident(self) -> int:
-        """Return the bytes of memory that this process holds, 0 where that is not known; 2 µs."""
-        if self._figures is None:
-            return 0
-        return int(os.pread(self._figures, 100, 0).split()[1]) * mmap.PAGESIZE
+        return True
 
 
 def worker_input(given: Mapping[str, Any], rank: int, size: int) -> dict[str, Any]:
@@ -292,13 +241,3 @@ def _represent(item: pytest.Item, error: BaseException) -> object:
         return item.repr_failure(pytest.ExceptionInfo.from_exception(error))
     except BaseException:
         return describe_raised(error)
-
-
-def _missing(order: RunItem, error: str) -> pytest.TestReport:
-    text = error or (
-        f"this rank collected {order.path} and did not find {order.nodeid} in it. The items of a file must "
-        "be the same on every rank: does a parametrization depend on the rank, or on an unseeded random "
-        "choice? Or has the file changed since pytest collected it?"
-    )
-    path, *names = order.nodeid.split("::")
-    return failure(order.nodeid, (path, None, ".".join(names)), text, "setup")

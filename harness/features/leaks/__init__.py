@@ -1,1 +1,1 @@
-"""Open resources that tests leave in their ranks."""
+"""Open resources, and freed memory, that tests leave in their ranks."""
