@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 NEEDS = {"values": "that a rank receives what the others have sent"}
-"""What a test may need of its backend, by the word for it in a mark; each backend names those it lacks."""
+"""Needs of a test, by the word for each in its mark; each backend names those it lacks."""
 
 
 class MarkError(ValueError):
@@ -29,9 +29,9 @@ class RanksMark:
     timeout: float | None = None
     """Seconds for one item, from set-up to tear-down; None: `--world-timeout`."""
     group: bool = True
-    """Whether its ranks start with a default process group; the test makes its own otherwise."""
+    """False if the test makes its default process group itself."""
     needs: tuple[str, ...] = tuple(NEEDS)
-    """What the test needs of a backend that the mark does not name: on one that lacks it, it is skipped."""
+    """Needs of the test where the mark names no backend: on one that lacks any of them, it is skipped."""
     hosts: int | None = None
     """Over how many hosts to spread them; None: as few as they fit on."""
     options: dict[str, Any] = field(default_factory=dict)
@@ -46,6 +46,23 @@ def read_mark(node: pytest.Item | Any) -> RanksMark | None:
     """
     mark = _nearest_mark(node)
     return None if mark is None else _parse(node, mark.args, mark.kwargs)
+
+
+def size_of(item: pytest.Item, mark: RanksMark) -> int:
+    """Return the size of an item of a mark; raise MarkError where none of its sizes was chosen."""
+    params = getattr(getattr(item, "callspec", None), "params", {})
+    if len(mark.sizes) == 1:
+        if params.get("ranks_size") not in (None, *mark.sizes):
+            raise MarkError(
+                f"ranks({mark.sizes[0]}) on one parameter of a test whose own mark has several sizes: write "
+                "the mark on each parameter, or on the test"
+            )
+        return mark.sizes[0]
+    if params.get("ranks_size") not in mark.sizes:
+        raise MarkError(
+            f"ranks{mark.sizes}: several world sizes work only on a test function; give one size here"
+        )
+    return int(params["ranks_size"])
 
 
 def _nearest_mark(node: pytest.Item | Any) -> pytest.Mark | None:

@@ -75,7 +75,18 @@ def add_options(parser: pytest.Parser) -> None:
         metavar="KEY=VALUE,...",
         help="run only the cases of run_subtests with these settings",
     )
-    _add_ini_options(parser)
+    parser.addini(
+        "ranks_preload",
+        "modules that the server imports once for all ranks, in addition to torch; replaces the default",
+        "args",
+        default=["torch.distributed.fsdp"],  # half a second of CPU, which each rank would need for itself
+    )
+    parser.addini("ranks_start_method", "how rank processes start: forkserver or spawn", default="forkserver")
+    parser.addini(
+        "ranks_leaks",
+        "what happens to a test that leaves something behind in its rank: warn, error (at tear-down) or off",
+        default="warn",
+    )
 
 
 def add_long_names(parser: pytest.Parser, options: Options) -> None:
@@ -103,18 +114,3 @@ def default_backend(config: pytest.Config) -> str:
 
     device: str | None = config.getoption("ranks_device")
     return Device(CPU if device is None else device).default_backend
-
-
-def _add_ini_options(parser: pytest.Parser) -> None:
-    parser.addini(
-        "ranks_preload",
-        "modules that the server imports once for all ranks, in addition to torch; replaces the default",
-        "args",
-        default=["torch.distributed.fsdp"],  # half a second of CPU, which each rank would need for itself
-    )
-    parser.addini("ranks_start_method", "how rank processes start: forkserver or spawn", default="forkserver")
-    parser.addini(
-        "ranks_leaks",
-        "what happens to a test that leaves something behind in its rank: warn, error (at tear-down) or off",
-        default="warn",
-    )

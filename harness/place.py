@@ -35,11 +35,10 @@ class Place:
     local_rank: int
     local_size: int
     address: str
-    """Of its host."""
     master: str
     """Address of the host of rank 0."""
     store_port: int = 0
-    """Where the ranks meet, on the host of rank 0; 0: in a file, as they are all on one host."""
+    """Port at which ranks meet, on the host of rank 0; 0: in a file, as they are all on one host."""
     moved: Moved = ()
 
     def path(self, path: str) -> str:

@@ -1,6 +1,7 @@
 """The messages between a controller and its ranks.
 
-Both sides import this; standard library only. Pytest reports travel in pytest's own serialised form.
+Both sides import this; standard library only. Pytest reports travel in pytest's own serialised form. `parts`
+hold what features add, by the name of each.
 """
 
 from __future__ import annotations
@@ -8,32 +9,24 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from lockstep.flight_entries import FlightRecord
+
 SKIPS_ALL = "skips_all_ranks"
 """The attribute of a report whose skip is that of all ranks; any other skip of one rank is a disagreement."""
-
 OF_RANKS = "of_ranks"
 """The attribute of a subtest's report that is merged from those of ranks."""
-
 REPORT_PARTS = "ranks_parts"
 """The attribute of a report that holds what features add to it, by the name of each."""
-
 RERUN_OPTIONS = "rerun_options"
 """The attribute of a failure's report that holds options which running the test again needs in addition."""
-
 VICTIM_OF_A_CASE = "this case failed on another rank: "
-"""How a rank's subtest failure begins when the rank itself passed the case."""
-
+"""Beginning of a rank's subtest failure when the rank itself passed the case."""
 TRIAL = "example "
-"""How a case begins that is one of a series, and none to select; of `run_subtests` it is `key=value`."""
-
+"""Beginning of a case that is one of a series, and none to select; of `run_subtests` it is `key=value`."""
 VICTIM_OF_A_TRIAL = "this example failed on another rank: "
-"""How the failure of a rank begins that found nothing wrong with the trial itself."""
-
+"""Beginning of the failure of a rank that found nothing wrong with the trial itself."""
 HAS_ENDED = "had already ended the test"
-"""How the failure of a victim ends if the other rank had left the test."""
-
-DEFAULT_GROUP = "the default group"
-"""What messages call the default process group; others go by torch's names."""
+"""End of a victim's failure if the other rank had left the test."""
 
 
 # Controller -> rank
@@ -62,11 +55,10 @@ class RunItem:
     """Node id and path of the next item of this world: shared fixtures stay up. None: tear all down."""
     shared_tmp_path: str
     location: tuple[str, int | None, str] | None = None
-    """Of the item, as pytest has it: a rank need not look into the source for it."""
+    """Location in pytest's form: a rank need not look into the source for it."""
     preparation: Preparation | None = None
     """The run for the item that takes its place in this order."""
     parts: dict[str, Any] = field(default_factory=dict)
-    """What features add, by the name of each."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,11 +72,11 @@ class Vote:
     outcome: str
     reason: str = ""
     more: Any = None
-    """What else the rank sends to the others; the controller only passes it on."""
+    """Data for the other ranks; the controller only passes it on."""
     renews_deadline: bool = False
-    """Whether the deadline of the test starts again here: it is one for each example."""
+    """True if the deadline of the test starts again here: it is one for each example."""
     inside: bool = False
-    """Whether ranks meet inside of a case, in `world.rebuild` for example, which others may have left."""
+    """True if ranks meet inside of a case, in `world.rebuild` for example, which others may have left."""
 
 
 REBUILT = "rebuilt"
@@ -100,7 +92,6 @@ class Agreed:
 
     votes: tuple[Vote, ...]
     parts: dict[str, Any] = field(default_factory=dict)
-    """What features add, by the name of each."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,9 +99,9 @@ class Probe:
     """Answer with your `RankStatus`, or just with `Progress` if you get on."""
 
     full: bool = False
-    """Whether the answer must be a `RankStatus` in any case."""
+    """True if the answer must be a `RankStatus` in any case."""
     names_place: bool = False
-    """Whether `Progress` must say, too, which line the rank is at."""
+    """True if `Progress` must include the line that the rank is at."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -201,7 +192,7 @@ class Issued:
     ranks: tuple[int, ...]
     """The group's members; empty if the rank does not know them."""
     number: int
-    """Its number among the group's collectives, from 1; sends do not count."""
+    """Number of the collective among those of the group, from 1; sends do not count."""
     op: str
     dtypes: tuple[str, ...]
     shapes: tuple[tuple[int, ...], ...]
@@ -216,33 +207,13 @@ class BuildLock:
 
     path: str
     is_held: bool
-    """Whether by this rank, which else may wait for it."""
+    """True if this rank holds it, False if it may wait for it."""
 
 
 State = Literal["runs", "reports", "votes", "idle", "stopped", "silent"]
-"""Of a rank: it runs the test; it writes a report, of a failure perhaps; it has come to the end of a subtest
-and waits for the others; it has ended the test. And what only the controller sees: its process is stopped; it
-does not answer, as it holds the GIL."""
-
-
-@dataclass(frozen=True, slots=True)
-class FlightRecord:
-    """The calls of a rank in a test, with times and stacks: what a timeline is made of."""
-
-    entries: tuple[dict[str, Any], ...]
-    """The latest ones, oldest first, in the shape of torch's flight recorder: `frames` are the user's alone,
-    and `phase` says what called them."""
-    groups: dict[str, tuple[int, ...]]
-    """Members of the groups that the rank is in, by torch's name."""
-    before: dict[str, int]
-    """By group, as in `RankStatus`."""
-    began: int
-    """When the test began, nanoseconds since the epoch."""
-    taken: int
-    """When this was read, likewise."""
-    joins: tuple[tuple[int, tuple[int, ...]], ...] = ()
-    """When the rank joined each default group of the test, likewise, oldest first, and the ranks of it, by
-    the numbers that they had when the test began: as all ranks are numbered here."""
+"""State of a rank: it runs the test; it writes a report, of a failure perhaps; it has come to the end of a
+subtest and waits for the others; it has ended the test. And what only the controller sees: its process is
+stopped; it does not answer, as it holds the GIL."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -258,12 +229,12 @@ class RankStatus:
     issued: tuple[Issued, ...] = ()
     """The latest collectives of this test, in the order in which they were begun."""
     before: dict[str, int] = field(default_factory=dict)
-    """By group, how many collectives it had seen when the test began, where that is known."""
+    """Number of collectives that each group had seen when the test began, where that is known."""
     state: State = "runs"
     case: str = ""
     """The subtest it is in, if it is in one of `run_subtests`."""
     count: str = ""
-    """Which one of how many that is: "subtest 17 of 144", "example 23"."""
+    """Count of its case, "subtest 17 of 144" or "example 23"."""
     build_locks: tuple[BuildLock, ...] = ()
     """torch's locks of C++ builds that it holds or waits for, where the whole status was asked for."""
     record: FlightRecord | None = None
@@ -275,12 +246,11 @@ class Progress:
     """The rank's main thread has moved since the last probe."""
 
     count: str = ""
-    """As of `RankStatus`."""
     where: str = ""
-    """As of `RankStatus`, where the probe asked for it; and so the others."""
+    """User's line, as in `RankStatus`, where the probe asked for it; likewise the others."""
     call: str = ""
     computes: bool = False
-    """Whether it has run for most of the time since the last probe that asked; else it waits, or sleeps."""
+    """True if it has run for most of the time since the last probe that asked; else it waits, or sleeps."""
 
 
 @dataclass(frozen=True)
@@ -290,13 +260,12 @@ class Finished:
     usable: bool
     """False when the default process group does not stand any more."""
     collectives: int
-    """How many collectives the default group has seen; unequal numbers mean ranks out of step."""
+    """Number of collectives that the default group has seen; unequal numbers mean ranks out of step."""
     groups: int
-    """How many process groups were ever made, which names the next one."""
+    """Number of process groups that were ever made, which names the next one."""
     status: RankStatus | None = None
     """The collectives of the test, under `--check-collectives`."""
     parts: dict[str, Any] = field(default_factory=dict)
-    """What features add, by the name of each."""
 
 
 # A rank's messages cross the wire in tuples: all messages of a passing test go out in one write.

@@ -23,7 +23,7 @@ class WorldKey:
     backend: str
     device: str
     has_group: bool = True
-    """Whether its ranks join a default process group; tests make their own otherwise."""
+    """False if its ranks join no default process group: tests make their own."""
     spread: Spread = ()
 
     def __str__(self) -> str:
@@ -51,13 +51,13 @@ class SessionSpec:
     inifile: str = ""
     """Path of the ini file, empty if there is none."""
     parts: dict[str, Any] = field(default_factory=dict)
-    """What features send to their half in each rank, by the name of each."""
+    """Data that features send to their half in each rank, by the name of each."""
 
 
 RankFile = Literal["log", "captured", "running", "stacks", "standing"]
-"""Of a rank: its output outside of pytest's capture; the directory of the files that pytest captures in; the
-running example of a property test, if it dies; stacks by faulthandler, if it holds the GIL; how far it has
-come in its item."""
+"""Kind of a rank's file: its output outside of pytest's capture; the directory of the files that pytest
+captures in; the running example of a property test, if it dies; stacks by faulthandler, if it holds the GIL;
+how far it has come in its item."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,7 +78,18 @@ class RankSpec:
     port: int = 0
     """MASTER_PORT of the ranks."""
     place: Place | None = None
-    """Where it runs, in a run on several hosts."""
+    """Place of the rank in a run on several hosts."""
+
+    def workerinput(self) -> dict[str, Any]:
+        """Return what the session of the rank has as `config.workerinput`.
+
+        Outside of pytest-xdist each rank is a worker of its own, "gw0" to "gwN": plugins and conftests take
+        the number for ports, databases and files of a process. Under `pytest -n` ranks are called as their
+        worker.
+        """
+        given = self.session.workerinput
+        own = {"workerid": f"gw{self.rank}", "workercount": self.key.size}
+        return {**given, **(own if given["workerid"] == "master" else {})}
 
     def path_of(self, file: RankFile) -> str:
         """Return the path of a file of this rank."""

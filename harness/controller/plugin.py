@@ -34,7 +34,6 @@ from lockstep.options import default_backend
 from lockstep.protocol import Preparation, RunItem
 from lockstep.reporting.differences import pass_on_warnings
 from lockstep.reporting.merge import merge
-from lockstep.specification import WorldKey
 from lockstep.world.item_run import ItemRun
 from lockstep.world.outcome import ItemOutcome
 from lockstep.world.pool import Interrupted, WorldPool
@@ -45,12 +44,6 @@ TEAR_DOWN_WITHIN = 5.0
 INTERRUPTS = (KeyboardInterrupt, pytest.exit.Exception)
 RANK = "lockstep.rank:RankSession"
 RANK_IMPORTS = tuple(f"lockstep.{name}" for name in ("plugin", "subtests", "recorders"))
-
-
-def _backend_modules(config: pytest.Config, text: bytes) -> list[str]:
-    """Return the modules of the backends that the options or a file name; a rank imports others by itself."""
-    named = [each for name, each in BACKENDS.items() if re.search(rf'[":]{name}\b'.encode(), text)]
-    return sorted({each.module for each in (*objects_of(default_backend(config)), *named) if each.module})
 
 
 class Controller:
@@ -96,7 +89,10 @@ class Controller:
             hints: list[str] = []
             self._config.hook.pytest_ranks_imports(config=self._config, preload=preload, hints=hints)
             method = str(self._config.getini("ranks_start_method"))
-            modules = (*RANK_IMPORTS, *_backend_modules(self._config, text))
+            # Of the backends that the options or the file name; a rank imports others by itself.
+            named = [each for name, each in BACKENDS.items() if re.search(rf'[":]{name}\b'.encode(), text)]
+            backends = (*objects_of(default_backend(self._config)), *named)
+            modules = (*RANK_IMPORTS, *sorted({each.module for each in backends if each.module}))
             program = RankProgram(RANK, modules, tuple(preload), tuple(hints))
             own = ProcessLauncher(method, program)
             self._launcher = self._config.hook.pytest_ranks_launcher(launcher=own, program=program) or own
@@ -244,10 +240,12 @@ class Controller:
         later: Iterable[pytest.Item] = (items[index] for index in range(start, len(items)))
         if hasattr(self._config, "workerinput"):  # of pytest-xdist: which of the items after it are ours?
             later = [nextitem]
-        requests = ((item, _request_in(item, request.key)) for item in later)
-        following, found = next(((item, found) for item, found in requests if found), (None, None))
-        # What is set up for one rank is not for another, though one process stands for both.
-        return following if found is not None and found.parts == request.parts else None
+        for item in later:
+            found = item.stash.get(REQUEST, None)
+            if isinstance(found, Request) and found.key == request.key and not found.fresh:
+                # What is set up for one rank is not for another, though one process stands for both.
+                return item if found.parts == request.parts else None
+        return None
 
     def _position(self, item: pytest.Item) -> int:
         items = item.session.items
@@ -304,9 +302,3 @@ class Controller:
         if self._launcher is not None:
             self._launcher.stop()
             self._launcher = None
-
-
-def _request_in(item: pytest.Item, key: WorldKey) -> Request | None:
-    """Return the item's request if a world of that kind that is warm serves it."""
-    request = item.stash.get(REQUEST, None)
-    return request if isinstance(request, Request) and request.key == key and not request.fresh else None

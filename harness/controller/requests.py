@@ -15,7 +15,7 @@ from lockstep.backends.device import Device
 from lockstep.bounds import MOST_PROCESSES
 from lockstep.controller.pytest_internals import make_report
 from lockstep.controller.rerun import rerun_line
-from lockstep.marker import NEEDS, MarkError, RanksMark, read_mark
+from lockstep.marker import NEEDS, MarkError, RanksMark, read_mark, size_of
 from lockstep.options import default_backend
 from lockstep.specification import Spread, WorldKey
 
@@ -28,7 +28,7 @@ class Request:
     fresh: bool
     timeout: float
     parts: dict[str, Any] = field(default_factory=dict)
-    """What `pytest_ranks_size` adds to the order."""
+    """Parts that `pytest_ranks_size` adds to the order."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,9 +40,9 @@ class Refusal:
 
 
 REFUSAL = pytest.StashKey[Refusal]()
-"""In the stash of an item that a feature refuses to run, on ranks or in the controller."""
+"""Key of an item that a feature refuses to run, on ranks or in the controller."""
 REQUEST = pytest.StashKey[Request | Refusal]()
-"""In the stash of each item that runs on ranks, once items are collected."""
+"""Key of each item that runs on ranks, once items are collected."""
 
 
 def request_of(item: pytest.Item, size: int | None = None) -> Request | Refusal | None:
@@ -75,7 +75,7 @@ def _resolve(item: pytest.Item, mark: RanksMark, size: int | None) -> Request | 
         found = config.hook.pytest_ranks_size(item=item, mark=mark, backend=backend, parts=parts)
         if isinstance(found, Refusal):
             return found
-        size = _size_of(item, mark) if found is None else int(found)
+        size = size_of(item, mark) if found is None else int(found)
     if size > MOST_PROCESSES:
         larger = (f"{name} worlds (backend={name!r}) are larger" for name in BACKENDS if not meets(name))
         remedy = ", ".join(larger)
@@ -94,7 +94,9 @@ def _resolve(item: pytest.Item, mark: RanksMark, size: int | None) -> Request | 
         if mark.backend is None:
             lack += "; run with --backend gloo" if device.type in BACKENDS["gloo"].devices else ""
         return Refusal("skipped", f"{size} ranks under {backend} {lack}")
-    request = Request(key, mark.fresh or config.getoption("fresh_worlds"), _deadline(item, mark, key), parts)
+    seconds: float | None = config.hook.pytest_ranks_timeout(item=item, mark=mark, key=key)
+    timeout = seconds or mark.timeout or config.getoption("world_timeout")
+    request = Request(key, mark.fresh or config.getoption("fresh_worlds"), timeout, parts)
     refusal: Refusal | None = config.hook.pytest_ranks_request(item=item, mark=mark, request=request)
     return refusal or request
 
@@ -108,25 +110,3 @@ def report_refusal(item: pytest.Item, refusal: Refusal) -> list[pytest.TestRepor
     if refusal.outcome == "failed":
         setup.user_properties.append(("rerun", rerun_line(item)))
     return [setup, make_report(item, "teardown", "passed")]
-
-
-def _deadline(item: pytest.Item, mark: RanksMark, key: WorldKey) -> float:
-    """Return the seconds for an item: a feature's before a mark's, a mark's before an option's."""
-    seconds: float | None = item.config.hook.pytest_ranks_timeout(item=item, mark=mark, key=key)
-    return seconds or mark.timeout or item.config.getoption("world_timeout")
-
-
-def _size_of(item: pytest.Item, mark: RanksMark) -> int:
-    params = getattr(getattr(item, "callspec", None), "params", {})
-    if len(mark.sizes) == 1:
-        if params.get("ranks_size") not in (None, *mark.sizes):
-            raise MarkError(
-                f"ranks({mark.sizes[0]}) on one parameter of a test whose own mark has several sizes: write "
-                "the mark on each parameter, or on the test"
-            )
-        return mark.sizes[0]
-    if params.get("ranks_size") not in mark.sizes:
-        raise MarkError(
-            f"ranks{mark.sizes}: several world sizes work only on a test function; give one size here"
-        )
-    return int(params["ranks_size"])

@@ -88,6 +88,11 @@ def _take_over(spec: RankSpec) -> None:
     session = spec.session
     os.environ.clear()
     os.environ.update(session.environ)
+    if session.workerinput["workerid"] == "master":  # else pytest-xdist has set these
+        worker = spec.workerinput()
+        os.environ["PYTEST_XDIST_WORKER"] = worker["workerid"]
+        os.environ["PYTEST_XDIST_WORKER_COUNT"] = str(worker["workercount"])
+        os.environ["PYTEST_XDIST_TESTRUNUID"] = worker["testrunuid"]
     sys.argv[:] = session.argv
     sys.path[:] = session.sys_path
     os.chdir(session.cwd)

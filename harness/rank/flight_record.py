@@ -14,8 +14,17 @@ import torch.distributed as dist
 
 from lockstep.backends import BACKENDS
 from lockstep.bounds import shown
-from lockstep.flight_entries import Entry, dtypes, group_in_process, group_name, operation, shapes
-from lockstep.protocol import DEFAULT_GROUP, FlightRecord, Issued
+from lockstep.flight_entries import (
+    DEFAULT_GROUP,
+    Entry,
+    FlightRecord,
+    dtypes,
+    group_in_process,
+    group_name,
+    operation,
+    shapes,
+)
+from lockstep.protocol import Issued
 from lockstep.rank import pytest_internals
 from lockstep.rank.torch_internals import phases_by_code, recorded_calls, recorded_collectives
 from lockstep.tracebacks import is_installed
@@ -75,7 +84,7 @@ class _Recorded:
 
     entries: list[dict[str, Any]]
     is_whole: bool
-    """Whether none is forgotten yet."""
+    """True if none is forgotten yet."""
 
     @classmethod
     def read(cls, of_torch: Callable[[], list[dict[str, Any]]]) -> _Recorded:

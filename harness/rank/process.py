@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import signal
 import threading
-import time
 from collections.abc import Callable
 from multiprocessing.connection import Connection
 
@@ -17,7 +16,6 @@ from lockstep.protocol import (
     AbortGroup,
     Agreed,
     Close,
-    Finished,
     Interrupt,
     Part,
     Probe,
@@ -52,7 +50,7 @@ class Rank:
         self.dead: set[int] = set()
         """The ranks that have died with an excuse, as far as is known."""
         self.left_behind: set[int] = set()
-        """Those of them that are no members of the default group any more."""
+        """Dead ranks that are no members of the default group any more."""
         self.adopt_state: Callable[[RankState], None] = lambda before: None
         """Accept what has changed since a state; the session sets it."""
         self.hook: HookRelay
@@ -63,7 +61,7 @@ class Rank:
         self.wire.listen(self._handle)
         self.group.join()
         open_lasting_pipe()
-        Rendezvous(self.spec, self.status.activity, self.group.meeting_store).install()
+        Rendezvous(self.spec, self.status.activity, self.group.stores).install()
 
     def _detach(self) -> None:
         """Leave to the rank, in a forked child of this process, what is the rank's."""
@@ -96,19 +94,6 @@ class Rank:
         self.dead |= {rank for rank, each in enumerate(answer.votes) if each.outcome == "died"}
         activity.state = "runs"
         return answer
-
-    def begin_item(self) -> None:
-        """Let the status be of the next item from now on."""
-        activity = self.status.activity
-        activity.state, activity.began = "runs", time.time_ns()
-        activity.item += 1
-        activity.meeting = None
-
-    def end_item(self, message: Finished) -> None:
-        """Send the end of the item."""
-        activity = self.status.activity
-        activity.state, activity.case, activity.count = "idle", "", ""
-        self.wire.send(message)
 
     def begin_case(self, name: str, count: str = "") -> None:
         """Enter a case of the test, and seed every generator with the seed of the world.

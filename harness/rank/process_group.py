@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import datetime
 import importlib
 import os
-import socket
 import time
 from collections import deque
 
@@ -14,8 +12,9 @@ import torch.distributed as dist
 
 from lockstep.backends import BACKENDS, meets, objects_of
 from lockstep.backends.device import Device
-from lockstep.place import Place, interface_of
+from lockstep.place import interface_of
 from lockstep.rank.flight_record import MAX_RECORDED, limit_records
+from lockstep.rank.rendezvous import NO_TIMEOUT, Stores
 from lockstep.rank.torch_internals import (
     TakenGroups,
     group_members,
@@ -24,9 +23,6 @@ from lockstep.rank.torch_internals import (
     take_groups,
 )
 from lockstep.specification import RankSpec
-
-# The controller's deadline ends what hangs, with a better report than that of torch's own timeout.
-_NO_TIMEOUT = datetime.timedelta(days=1)
 
 
 class DefaultGroup:
@@ -41,14 +37,11 @@ class DefaultGroup:
         local_rank = spec.rank if spec.place is None else spec.place.local_rank
         self.device = Device(spec.key.device).of_rank(local_rank, spec.gpus)
         self.is_aborted = False
-        """Whether the group that was joined last has been aborted."""
         self._joined = 0
-        """When that was."""
         self._store: dist.Store | None = None
-        self._server: dist.Store | None = None
-        """The one at rank 0, where ranks are on several hosts."""
+        self.stores = Stores(spec)
         self._items = 0
-        """How many items there have been since."""
+        """Number of items since the store was made."""
         self._hidden: TakenGroups | None = None
         self._hidden_at = 0
         self._place = spec.rank, spec.key.size
@@ -59,7 +52,7 @@ class DefaultGroup:
         self._foreign: deque[tuple[int, int]] = deque(maxlen=MAX_RECORDED)
         """From when to when the group was hidden, of which torch's flight recorder still has collectives."""
         self._left: list[dist.ProcessGroup] = []
-        """Those of the worlds that tests have rebuilt."""
+        """Groups of the worlds that tests have rebuilt."""
 
     def join(self) -> None:
         """Meet the other ranks.
@@ -76,33 +69,10 @@ class DefaultGroup:
         self._generation += 1
         name = f"store-{self._generation}"
         own = next(filter(None, (backend.store() for backend in self._backends)), None)
-        self._store = own or self.meeting_store(name, size)
+        self._store = own or self.stores.make(name, size)
         self._items = 0
         dist.init_process_group(
-            key.backend, store=self._store, rank=rank, world_size=size, timeout=_NO_TIMEOUT
-        )
-
-    def meeting_store(self, name: str, size: int) -> dist.Store:
-        """Return a store for one meeting of ranks of this world.
-
-        Ranks of one host meet in a file of the world's private directory: no port, no host name. Those of
-        several meet at rank 0, which listens at the one address that leads to the others.
-        """
-        if self._server is None:
-            return dist.FileStore(f"{self._spec.directory}/{name}", size)
-        return dist.PrefixStore(name, self._server)
-
-    def _make_server(self, place: Place) -> dist.Store:
-        listening = None
-        if self._spec.rank == 0:
-            listening = socket.create_server((place.address, place.store_port)).detach()
-        return dist.TCPStore(
-            place.master,
-            place.store_port,
-            is_master=listening is not None,
-            timeout=_NO_TIMEOUT,
-            wait_for_workers=False,
-            master_listen_fd=listening,
+            key.backend, store=self._store, rank=rank, world_size=size, timeout=NO_TIMEOUT
         )
 
     def _prepare(self) -> None:
@@ -116,8 +86,7 @@ class DefaultGroup:
         if place is not None and place.store_port:
             os.environ.update(GROUP_RANK=str(place.host))
             os.environ.setdefault("NCCL_SOCKET_IFNAME", interface)
-            if self._server is None:
-                self._server = self._make_server(place)
+            self.stores.reach_server(place)
         most = limit_records()
         # As torchrun does: ranks that share a machine's cores must not each take all of them.
         torch.set_num_threads(_threads(os.environ.get("OMP_NUM_THREADS", "")))

@@ -35,7 +35,7 @@ TAKES_NOTHING = sys.maxsize
 """The level of a handler that takes no record."""
 
 is_of_user = filter_traceback
-"""Whether pytest shows an entry of a traceback: it is not pytest's own, nor pluggy's."""
+"""Return whether pytest shows an entry of a traceback: it is not pytest's own, nor pluggy's."""
 
 
 def set_root(rootdir: Path, inifile: Path | None) -> None:

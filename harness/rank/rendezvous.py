@@ -11,22 +11,63 @@ never make is found.
 
 from __future__ import annotations
 
+import datetime
 import functools
 import inspect
 import os
+import socket
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 
 from lockstep.protocol import MEETING, Issued
-from lockstep.rank.status import Activity
 from lockstep.rank.torch_internals import replace_store_maker, wrap_init_process_group
 from lockstep.specification import RankSpec
 
+if TYPE_CHECKING:
+    from lockstep.place import Place
+    from lockstep.rank.status import Activity
+
+NO_TIMEOUT = datetime.timedelta(days=1)
+"""Timeout of groups: the controller's deadline ends what hangs, with a better report than torch's own."""
 _HERE = frozenset({"127.0.0.1", "localhost"})
+
+
+class Stores:
+    """Makes the stores in which ranks of a world meet.
+
+    Ranks of one host meet in a file of the world's private directory: no port, no host name. Those of several
+    meet at rank 0, which listens at the one address that leads to the others.
+    """
+
+    def __init__(self, spec: RankSpec) -> None:
+        self._spec = spec
+        self._server: dist.Store | None = None
+
+    def make(self, name: str, size: int) -> dist.Store:
+        """Return a store for one meeting."""
+        if self._server is None:
+            return dist.FileStore(f"{self._spec.directory}/{name}", size)
+        return dist.PrefixStore(name, self._server)
+
+    def reach_server(self, place: Place) -> None:
+        """Connect to the store at rank 0, of ranks on several hosts; rank 0 serves it."""
+        if self._server is not None:
+            return
+        listening = None
+        if self._spec.rank == 0:
+            listening = socket.create_server((place.address, place.store_port)).detach()
+        self._server = dist.TCPStore(
+            place.master,
+            place.store_port,
+            is_master=listening is not None,
+            timeout=NO_TIMEOUT,
+            wait_for_workers=False,
+            master_listen_fd=listening,
+        )
 
 
 class Rendezvous:
@@ -35,13 +76,10 @@ class Rendezvous:
     Args:
         activity: of the rank: has the number of the item, and is given the call of `init_process_group` under
             way.
-        make_store: returns a store of this world by name and size.
     """
 
-    def __init__(
-        self, spec: RankSpec, activity: Activity, make_store: Callable[[str, int], dist.Store]
-    ) -> None:
-        self._make_store = make_store
+    def __init__(self, spec: RankSpec, activity: Activity, stores: Stores) -> None:
+        self._stores = stores
         self._master = _HERE if spec.place is None else {spec.place.master}
         self._spec = spec
         self._activity = activity
@@ -93,4 +131,4 @@ class Rendezvous:
         self._meetings[item, world_size] += 1
         alone = f"-of-{self._spec.rank}" if world_size == 1 else ""
         name = f"meeting-{item}-{world_size}-{self._meetings[item, world_size]}{alone}"
-        return self._make_store(name, world_size)
+        return self._stores.make(name, world_size)

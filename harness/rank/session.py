@@ -6,7 +6,7 @@ import gc
 import logging
 import os
 import sys
-from collections.abc import Generator, Mapping
+from collections.abc import Generator
 from contextlib import suppress
 from dataclasses import replace
 from multiprocessing.connection import Connection
@@ -72,7 +72,6 @@ class RankSession:
         rank.adopt_state = self._state.adopt
         self._standing = Standing(spec)
         self._reporter = RankReporter(rank, self._standing, self._guards)
-        self._workerinput = worker_input(spec.session.workerinput, spec.rank, spec.key.size)
 
     def join(self) -> None:
         """Answer the controller from now on, and meet the other ranks in the default process group."""
@@ -132,7 +131,7 @@ class RankSession:
         config.pluginmanager.set_blocked("terminal")  # its options are parsed by now; only its output goes
         config.pluginmanager.set_blocked("terminalreporter")  # nor may a plugin put one there
         # What pytest and its plugins write once a run, they do not write where they find this.
-        config.workerinput = self._workerinput  # type: ignore[attr-defined]
+        config.workerinput = self._spec.workerinput()  # type: ignore[attr-defined]
         config.workeroutput = {}  # type: ignore[attr-defined]
         return (yield)
 
@@ -160,7 +159,7 @@ class RankSession:
             match self.rank.wire.next_order(is_over):
                 case RunItem() as order:
                     self.order = order
-                    self.rank.begin_item()
+                    self.rank.status.activity.begin_item()
                     self._run(session, order)
                 case Close():
                     return True
@@ -190,7 +189,8 @@ class RankSession:
         counts = count_collectives(), count_groups()
         ending = Ending(usable)
         self._config.hook.pytest_ranks_finished(ending=ending)
-        self.rank.end_item(Finished(ending.usable, *counts, doing, ending.parts))
+        self.rank.status.activity.end_item()
+        self.rank.wire.send(Finished(ending.usable, *counts, doing, ending.parts))
         self._standing.await_item()
 
     def _collect(self, session: pytest.Session, order: RunItem) -> list[pytest.Item | None]:
@@ -218,21 +218,6 @@ class RankSession:
             report = failure(item.nodeid, item.location, _represent(item, error), phase)
             self._reporter.pytest_runtest_logreport(report)
         return True
-
-
-def worker_input(given: Mapping[str, Any], rank: int, size: int) -> dict[str, Any]:
-    """Return what the session of a rank has as `config.workerinput`, and set the variables that go with it.
-
-    Outside of pytest-xdist each rank is a worker of its own, "gw0" to "gwN": plugins and conftests take the
-    number for ports, databases and files of a process. Under `pytest -n` ranks are called as their worker.
-    """
-    if given["workerid"] != "master":
-        return {**given}
-    made = {**given, "workerid": f"gw{rank}", "workercount": size}
-    os.environ["PYTEST_XDIST_WORKER"] = made["workerid"]
-    os.environ["PYTEST_XDIST_WORKER_COUNT"] = str(size)
-    os.environ["PYTEST_XDIST_TESTRUNUID"] = str(given["testrunuid"])
-    return made
 
 
 def _represent(item: pytest.Item, error: BaseException) -> object:

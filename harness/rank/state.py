@@ -106,7 +106,7 @@ class InterpreterState(Snapshot):
     signal_handlers: dict[str, Any]
     blocked_signals: dict[str, int]
     pending_alarm: bool
-    """Whether SIGALRM will come: it would kill some later test."""
+    """True if SIGALRM will come: it would kill some later test."""
     faulthandler: bool
     """Restored by `CrashReports`, which knows the file."""
     garbage_collection: bool

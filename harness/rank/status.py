@@ -15,8 +15,9 @@ from pathlib import Path
 import pluggy
 
 from lockstep.backends import BACKENDS
+from lockstep.flight_entries import FlightRecord
 from lockstep.process_tree import children_of
-from lockstep.protocol import FlightRecord, Issued, Probe, Progress, RankStatus, State
+from lockstep.protocol import Issued, Probe, Progress, RankStatus, State
 from lockstep.rank import pytest_internals
 from lockstep.rank.flight_record import issued_since, keep_stack, read_record
 from lockstep.rank.process_group import DefaultGroup
@@ -33,11 +34,11 @@ class Activity:
     case: str = ""
     """The case of `run_subtests` under way, or the example of a property test."""
     count: str = ""
-    """Which case of how many that is."""
+    """Number of the case, of how many."""
     meets_in: str = ""
-    """What it votes on, or did last, "world.rebuild" say."""
+    """Name of its last vote, "world.rebuild" say."""
     began: int = 0
-    """When the item began, nanoseconds since the epoch."""
+    """Time at which the item began, nanoseconds since the epoch."""
     meeting: Issued | None = None
     """The last call of `init_process_group` in the item, for a group of all ranks."""
     item: int = 0
@@ -46,6 +47,14 @@ class Activity:
     """The case in which the controller may abort the group; one that has ended has another group."""
     aborting: threading.Lock = field(default_factory=threading.Lock)
     """Held while the group is aborted, or `abortable` forgotten."""
+
+    def begin_item(self) -> None:
+        self.state, self.began = "runs", time.time_ns()
+        self.item += 1
+        self.meeting = None
+
+    def end_item(self) -> None:
+        self.state, self.case, self.count = "idle", "", ""
 
 
 class StatusReader:

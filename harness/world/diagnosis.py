@@ -10,7 +10,8 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 
-from lockstep.protocol import DEFAULT_GROUP, MEETING, TRIAL, Issued, RankStatus
+from lockstep.flight_entries import DEFAULT_GROUP
+from lockstep.protocol import MEETING, TRIAL, Issued, RankStatus
 
 # In these every rank passes as many elements as the others.
 _EQUAL_SIZES = frozenset(
@@ -24,7 +25,7 @@ _EQUAL_DTYPES = _EQUAL_SIZES | {"all_to_all", "alltoall", "alltoall_base"}
 
 _MOST_RUNS = 6
 _MOST_PARTS = 4
-"""What a sentence says of ranks one by one, of which there may be hundreds."""
+"""Number of ranks that a sentence lists one by one, of hundreds perhaps."""
 
 _PATIENT = 600.0
 """Seconds: the shortest of torch's own timeouts. A test that sets a shorter one may be waiting for it."""
@@ -38,7 +39,7 @@ class Diagnosis:
     blame: frozenset[int]
     """The ranks that did not do the same as the others, as far as is known."""
     is_hopeless: bool
-    """Whether no rank can get on any more without help."""
+    """True if no rank can get on any more without help."""
     mismatch: Issued | None = None
     """The collective that ranks called differently, as one of them did; its number is that in the test."""
 

@@ -17,7 +17,7 @@ from lockstep.world.rank_output import Sections
 
 _PHASES = ["setup", "call", "teardown"]
 STRICT_XPASS = "[XPASS(strict)]"
-"""How pytest's report of a test begins that passed and was expected to fail."""
+"""Beginning of pytest's report of a test that passed and was expected to fail."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,13 +29,13 @@ class Died:
     at: float
     """Wall-clock time, as in pytest's reports."""
     phases_over: int = 0
-    """How many phases of the item the rank had ended; it may not have sent the reports of all."""
+    """Number of phases that the rank had ended; it may not have sent the reports of all."""
     importing: str = ""
     """The test file that it imported at the time: the item's own or the next one's."""
     host_gone: str = ""
     """Name of the host that it ran on, where that is gone."""
     stood_still: bool = False
-    """Whether the harness ended it in a standstill, so that the others can go on."""
+    """True if the harness ended it in a standstill, so that the others can go on."""
 
     @property
     def how(self) -> str:
@@ -61,9 +61,9 @@ class Stuck:
     at: float
     phases_over: int = 0
     output: str = ""
-    """What it wrote outside of pytest's capture since the item began."""
+    """Output outside of pytest's capture since the item began."""
     captured: Sections = ()
-    """What it had printed in the phase it was in."""
+    """Output in the phase it was in."""
     importing: str = ""
 
 
@@ -85,38 +85,31 @@ class RankOutcome:
     fate: Fate | None = None
     vote: Vote | None = None
     status: RankStatus | None = None
-    """What it was doing when it failed, or when it was ended."""
+    """Status when it failed, or when it was ended."""
     host: str = ""
     """Name of the host that it runs on, where the ranks are on several."""
     world: str = ""
     """Size of its world, in words, where it stood for a rank of another size than the processes there are."""
     spec: RankSpec | None = None
-    """What the rank was started from."""
     excuse: str = ""
     """Words for the reason why its death is no failure, "as the test expects" say."""
     has_left_world: bool = False
-    """Whether it had died, with an excuse, when the others met in a new world."""
+    """True if it had died, with an excuse, when the others met in a new world."""
     lost_others: list[float] = field(default_factory=list)
     """Wall-clock times at which it continued after a collective had lost other ranks."""
     left_in_flight: str | None = None
-    """What the rank had begun and others had not at the item's end, and who had not: a collective of the
-    default group, a send or a receive."""
+    """Description of what the rank had begun and others had not at the item's end."""
 
     def has_failed(self) -> bool:
         """Whether the rank is known to have failed a phase (after a failed subtest the test goes on)."""
-        has_died = isinstance(self.fate, Died) and not self.excuse
-        return has_died or any(
-            report["outcome"] == "failed" and is_of_phase(report) for report in self.reports
-        )
+        return (isinstance(self.fate, Died) and not self.excuse) or bool(self._failures())
 
     def has_xpassed(self) -> bool:
         """Whether the rank has passed the test, which was expected to fail: on another rank it still may."""
-        return any(
-            report["outcome"] == "failed"
-            and is_of_phase(report)
-            and str(report["longrepr"]).startswith(STRICT_XPASS)
-            for report in self.reports
-        )
+        return any(str(report["longrepr"]).startswith(STRICT_XPASS) for report in self._failures())
+
+    def _failures(self) -> list[dict[str, Any]]:
+        return [each for each in self.reports if each["outcome"] == "failed" and is_of_phase(each)]
 
     def parts(self) -> dict[str, Any]:
         """Return what features have sent at the end of the item, by the name of each."""
@@ -138,13 +131,12 @@ class ItemOutcome:
     seconds: float
     """From the order to the last rank's end, collection included."""
     diagnosis: Diagnosis | None = None
-    """What was wrong between the ranks, if it is known."""
+    """Error between the ranks, if it is known."""
     diagnoses: Mapping[str, Diagnosis] = field(default_factory=dict)
     """The same of single cases of `run_subtests`, by name."""
     preparation: Preparation | None = None
     """The run for the item that took its place."""
     parts: dict[str, Any] = field(default_factory=dict)
-    """What features add, by the name of each."""
     last_run: ItemOutcome | None = None
     """The outcome of the item's last run, where that of an earlier one is reported."""
 

@@ -29,7 +29,7 @@ class Interrupted:
     ranks: dict[int, str]
     """The status of each of its ranks, in one line."""
     complaints: list[str]
-    """Which ranks did not tear down in time, or failed to."""
+    """Lines on ranks that did not tear down in time, or failed to."""
 
     def write(self, reporter: pytest.TerminalReporter, nodeid: str) -> None:
         """Write it, with the test's node id, below the failures."""

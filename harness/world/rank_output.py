@@ -30,9 +30,9 @@ class RankOutput:
     """The directory of the files that pytest captures in, as `lockstep.rank.capture` names them."""
     log: Path
     start: int
-    """Where in the log the test begins, in bytes."""
+    """Offset in the log at which the test begins, in bytes."""
     moved: Moved = ()
-    """Of the rank: see `as_here`."""
+    """Moved directories of the rank: see `as_here`."""
 
     def captured(self, most: int = MAX_TEXT) -> Sections:
         """Return what there is of stdout and stderr, each truncated to `most` bytes."""

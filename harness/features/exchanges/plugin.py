@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING
 import pytest
 
 from lockstep.backends import meets
+from lockstep.flight_entries import DEFAULT_GROUP
 from lockstep.hookspecs import RANK_PLUGIN
-from lockstep.protocol import DEFAULT_GROUP
 
 if TYPE_CHECKING:
     from lockstep.rank.session import RankSession
@@ -33,11 +33,11 @@ class Exchanged:
     tag: int
     begun: int
     waited: int
-    """How many of them have ended while the test had their handles."""
+    """Number of them that have ended while the test had their handles."""
     call: str
     """The function that was called for the latest, "isend" say."""
     tensor: str
-    """Its dtype and shape."""
+    """dtype and shape of the latest."""
     line: str
 
 

@@ -19,8 +19,8 @@ import torch
 import torch.distributed as dist
 
 from lockstep.features.exchanges.plugin import ANY_RANK, FEATURE, Exchanged
+from lockstep.flight_entries import DEFAULT_GROUP
 from lockstep.hookspecs import Ending
-from lockstep.protocol import DEFAULT_GROUP
 from lockstep.tracebacks import is_installed
 
 __tracebackhide__ = True  # a send that fails is the user's, and torch's

@@ -9,7 +9,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from lockstep.protocol import DEFAULT_GROUP, Progress, RankStatus
+from lockstep.flight_entries import DEFAULT_GROUP
+from lockstep.protocol import Progress, RankStatus
 from lockstep.world.diagnosis import in_flight, named
 from lockstep.world.item_run import ItemRun
 from lockstep.world.outcome import is_of_phase

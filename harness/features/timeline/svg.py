@@ -7,7 +7,7 @@ from html import escape
 
 from lockstep.features.timeline.scale import Scale
 from lockstep.features.timeline.timeline import Bar, Key, Lane, Span, Timeline
-from lockstep.protocol import DEFAULT_GROUP
+from lockstep.flight_entries import DEFAULT_GROUP
 
 NAME, PHASES, BAR, GAP = 18, 14, 24, 16
 """Pixels, from the top of a lane: its name, its phases, a row of bars; and what is below."""

@@ -20,8 +20,7 @@ from typing import Literal
 from lockstep import flight_entries as entries
 from lockstep.backends import BROKEN_CONNECTION
 from lockstep.features.timeline import FEATURE
-from lockstep.flight_entries import Entry
-from lockstep.protocol import DEFAULT_GROUP, FlightRecord
+from lockstep.flight_entries import DEFAULT_GROUP, Entry, FlightRecord
 from lockstep.tracebacks import user_line
 from lockstep.world.diagnosis import place_of
 from lockstep.world.outcome import Died, ItemOutcome, RankOutcome, Stuck

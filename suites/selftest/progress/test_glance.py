@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from lockstep.features.progress.glance import Places
-from lockstep.protocol import DEFAULT_GROUP, Issued, Progress, RankStatus
+from lockstep.flight_entries import DEFAULT_GROUP
+from lockstep.protocol import Issued, Progress, RankStatus
 
 
 def in_all_gather(number: int, group: str = DEFAULT_GROUP) -> RankStatus:

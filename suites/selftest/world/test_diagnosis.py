@@ -6,7 +6,8 @@ from typing import Any
 
 import pytest
 
-from lockstep.protocol import DEFAULT_GROUP, Issued, RankStatus, State
+from lockstep.flight_entries import DEFAULT_GROUP
+from lockstep.protocol import Issued, RankStatus, State
 from lockstep.world.diagnosis import Diagnosis, diagnose, find_mismatch, in_flight, name_of, place_of
 
 PLACE = "test_a.py:7 in test_a"

@@ -14,19 +14,9 @@ from typing import Any
 from pluggy import HookRelay, PluginManager
 
 from lockstep import feature_hooks
+from lockstep.flight_entries import DEFAULT_GROUP, FlightRecord
 from lockstep.launch.processes import RankProcess
-from lockstep.protocol import (
-    DEFAULT_GROUP,
-    AbortGroup,
-    Collecting,
-    Finished,
-    FlightRecord,
-    Issued,
-    Probe,
-    RankStatus,
-    Reported,
-    RunItem,
-)
+from lockstep.protocol import AbortGroup, Collecting, Finished, Issued, Probe, RankStatus, Reported, RunItem
 from lockstep.world import clock, standstill
 from lockstep.world.handle import RankHandle
 from lockstep.world.item_run import ItemRun
