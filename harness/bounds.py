@@ -5,11 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 MOST_SECONDS = 1_000_000
-"""Of any wait: eleven days. The system's calls take 24 at most, and neither infinity nor NaN."""
+"""Limit of any wait: eleven days. The system's calls take 24 at most, and neither infinity nor NaN."""
 MOST_RANKS = 1_000_000
-"""Of a world that one process stands for, which keeps lists of that length."""
+"""Limit of a world that one process stands for, which keeps lists of that length."""
 MOST_PROCESSES = 10_000
-"""Of any other world: each rank is a process of 50 MB or more."""
+"""Limit of any other world: each rank is a process of 50 MB or more."""
 SEEDS = range(-(2**63), 2**64)
 """Seeds that generators of torch take."""
 

@@ -40,6 +40,6 @@ class Ending:
     """The end of an item on a rank, which features complete before the controller hears of it."""
 
     usable: bool
-    """Whether the rank can run another item."""
+    """True if the rank can run another item."""
     parts: dict[str, Any] = field(default_factory=dict)
-    """What features send to their half in the controller, by the name of each."""
+    """Data that features send to their half in the controller, by the name of each."""

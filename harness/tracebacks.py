@@ -45,7 +45,7 @@ class Thread(NamedTuple):
 
     ident: int
     is_current: bool
-    """Whether it is the one that crashed, or that the signal met."""
+    """True if it is the one that crashed, or that the signal met."""
     stack: Stack
 
 

@@ -27,7 +27,7 @@ SHARDS = "lockstep_shards"
 """The key of the signatures of all shards in a local state dict."""
 
 _SCALARS = frozenset({"step", "mu_product", "eta", "mu"})
-"""What torch's optimizers keep as one number per parameter, whatever the parameter's shape."""
+"""State that torch's optimizers keep as one number per parameter, whatever the parameter's shape."""
 
 
 @dataclass(frozen=True)

@@ -29,7 +29,7 @@ _Expected = tuple[ParamGroup, Dtypes | None]
 """A group, and for backward the dtypes of the forward that it belongs to; None means the current ones."""
 
 Kept = Sequence[tuple[ParamGroup, UnshardedParams]]
-"""What the units of one forward of the root kept unsharded after theirs: other modules may read it."""
+"""Parameters that units kept unsharded after their forward, until the root's: other modules may read them."""
 
 
 class Prefetcher:

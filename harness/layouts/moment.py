@@ -11,7 +11,7 @@ from lockstep.layouts.reference import Reference, Tensors
 from lockstep.layouts.shards import take
 
 TOLERANCE = 1e-12
-"""Of a tensor's largest value. Sums in another order were off by 4e-15 at most in 200 right layouts."""
+"""Part of a tensor's largest value. Sums in another order were off by 4e-15 at most in 200 right layouts."""
 
 
 def is_wrong(actual: float, expected: float) -> bool:

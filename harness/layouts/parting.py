@@ -21,7 +21,7 @@ from lockstep.recorders.tensors import local_part, named_tensors
 
 SAME, DIFFERENT, UNKNOWN = "same", "different", "unknown"
 _ROWS = 256
-"""Of an output that are compared."""
+"""Number of rows of an output that are compared."""
 
 
 @dataclass

@@ -14,7 +14,7 @@ from lockstep.layouts.layout import Layout, as_axes
 from lockstep.recorders.tensors import local_part
 
 PADDING = -1
-"""In a region: an element that belongs to no element of the unsharded tensor, and is zero."""
+"""Mark of an element, in a region, that belongs to no element of the unsharded tensor, and is zero."""
 
 
 @dataclass(frozen=True)

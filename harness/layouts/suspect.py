@@ -20,7 +20,7 @@ Values = Mapping[int, torch.Tensor]
 """A tensor by rank."""
 
 CLOSE = 1e-9
-"""Of the largest value: above rounding, and far below what two hypotheses differ by."""
+"""Tolerance relative to the largest value: above rounding, and far below what two hypotheses differ by."""
 
 _REDUCTIONS: Mapping[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "sum": lambda stacked: stacked.sum(0),

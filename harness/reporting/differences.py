@@ -17,7 +17,7 @@ from lockstep.world.diagnosis import named
 from lockstep.world.outcome import ItemOutcome
 
 LEFT_BEHIND = "the test left behind "
-"""How a rank's message on state and leaks begins."""
+"""Beginning of a rank's message on state and leaks."""
 _OF_RANKS = ("RankStateWarning", "RankLeakWarning")
 
 

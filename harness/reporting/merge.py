@@ -29,7 +29,7 @@ _PLAIN = {
     *("$report_type", "nodeid", "location", "keywords", "when", "outcome", "longrepr"),
     *("start", "stop", "duration", "sections", "user_properties"),
 }
-"""What pytest's serialised report has where no plugin has added to it."""
+"""Keys of pytest's serialised report where no plugin has added to it."""
 HYPOTHESIS = "Hypothesis"
 """Title of the section that Hypothesis prints: mostly the same on all ranks, and then shown once."""
 Property = tuple[str, object]

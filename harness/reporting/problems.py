@@ -38,7 +38,7 @@ class Problem:
     """The rank's last output, where there is no report."""
     crash: ReprFileLocation | None = None
     is_mismatch: bool = False
-    """Whether ranks called a collective differently, as the diagnosis says."""
+    """True if ranks called a collective differently, as the diagnosis says."""
 
     def is_victim(self) -> bool:
         """Whether the rank only suffered from the failure of another."""

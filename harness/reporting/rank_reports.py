@@ -28,7 +28,7 @@ class RankReports:
     rank: int
     phases: dict[str, pytest.TestReport] = field(default_factory=dict)
     subtests: dict[tuple[str, int], pytest.TestReport] = field(default_factory=dict)
-    """By name, and which one of that name it is."""
+    """Reports by the subtest's name, and which one of that name it is."""
     fate: Finished | Died | Stuck | None = None
     left_in_flight: str | None = None
     excused: str = ""

@@ -12,7 +12,7 @@ import pytest
 from lockstep.protocol import OF_RANKS
 
 SUBTESTS = "subtests passed"
-"""What pytest calls those that it counts under `-v` and `-q`, and not otherwise."""
+"""pytest's words for those that it counts under `-v` and `-q`, and not otherwise."""
 
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)

@@ -47,11 +47,11 @@ class Narrowed:
     """Arguments of pytest that select the failures of a cause, and as few other tests as was found."""
 
     path: str
-    """What the node ids of all failures begin with; "" if there is nothing."""
+    """Common beginning of the node ids of all failures; "" if there is none."""
     selecting: tuple[str, ...]
     """Options."""
     num_selected: int
-    """How many of the tests and subtests that have run they select."""
+    """Number of the tests and subtests that have run which they select."""
 
     @property
     def arguments(self) -> tuple[str, ...]:

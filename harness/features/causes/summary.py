@@ -35,7 +35,7 @@ class Cause:
     rerun: str = ""
     """The command that runs the first of them again."""
     options: tuple[str, ...] = ()
-    """What that command has besides the test and its case."""
+    """Options of that command besides the test and its case."""
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ from _pytest.debugging import PdbInvoke
 from _pytest.runner import check_interactive_exception
 
 is_interactive = check_interactive_exception
-"""Whether pytest would debug what a call has raised: no skip and no expected failure."""
+"""Return whether pytest would debug what a call has raised: no skip and no expected failure."""
 _TERMINAL = "terminalreporter"
 
 

@@ -16,4 +16,4 @@ class FakeRank:
     rank: int
     size: int
     shows_values: bool
-    """Whether the test may read what its collectives return."""
+    """True if the test may read what its collectives return."""

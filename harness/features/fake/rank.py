@@ -130,7 +130,7 @@ class FakeValues(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's
         self._fake = fake
         self._base = base
         self._sources: dict[int, tuple[Any, str]] = {}
-        """By the address of a storage: a reference, without which another one may have it, and its origin."""
+        """A storage by its address, without which another one may have it, and the origin of its values."""
         self._sweep_at = 1024
         self._methods: dict[str, Callable[..., Any]] = {}
 

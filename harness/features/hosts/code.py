@@ -13,7 +13,7 @@ from pathlib import Path
 from types import ModuleType
 
 Digests = dict[str, str | None]
-"""By path: a digest of the contents, None where there is no file."""
+"""Digest of a file's contents by its path, None where there is no file."""
 Ask = Callable[[int, list[str]], Digests]
 """Returns the digests that a host, by its number, has for paths of node 0."""
 

@@ -26,18 +26,18 @@ class HostInfo:
 
     name: str
     address: str
-    """Of the interface that leads to the others."""
+    """Address of the interface that leads to the others."""
     port: int = 0
-    """Where its agent listens; 0: it has none, as the ranks of the first host start without."""
+    """Port of its agent; 0: it has none, as the ranks of the first host start without."""
     cpus: int = 1
     gpus: tuple[str, ...] = ()
     """Names of its GPUs, as CUDA_VISIBLE_DEVICES has them."""
     cwd: str = ""
     """The directory of the project there."""
     prefix: str = ""
-    """That of Python's installation, or of its environment."""
+    """Folder of Python's installation, or of its environment."""
     versions: dict[str, str] = field(default_factory=dict)
-    """Of Python, torch and harness."""
+    """Versions of Python, torch and harness."""
 
 
 def this_host(name: str, address: str, port: int, versions: dict[str, str]) -> HostInfo:

@@ -23,15 +23,15 @@ class NodePlace:
     node: int
     nodes: int
     launcher: str = ""
-    """Its name; empty where the user says the place."""
+    """Name of the launcher; empty where the user gives the place."""
     local_size: int = 1
-    """How many processes it has started on this host, or on another one that has more."""
+    """Number of processes that it has started on this host, or on another one that has more."""
     job: str = ""
     """Name of the job, the same on all hosts."""
     store: tuple[str, int] | None = None
-    """Where the TCPStore of torchrun listens."""
+    """Address of the TCPStore of torchrun."""
     has_agent_store: bool = True
-    """Whether torchrun serves that store itself, and not the process of node 0."""
+    """True if torchrun serves that store itself, False if the process of node 0 does."""
 
     def __str__(self) -> str:
         return f"node {self.node} of {self.nodes}"
@@ -48,9 +48,9 @@ class _Launcher:
     jobs: tuple[str, ...]
     """Variables with the name of the job: the first one that is set."""
     one_each: str
-    """How to type that it starts one process a host."""
+    """Words to type so that it starts one process a host."""
     prefixes: tuple[str, ...]
-    """How the variables begin that its processes have."""
+    """Prefixes of the variables that its processes have."""
 
 
 _TORCHRUN = _Launcher(

@@ -55,7 +55,7 @@ class Fetch:
     world: str
     rank: int
     known: dict[str, int]
-    """Of files that only grow, by name, how many bytes are known."""
+    """Number of bytes that are known of each file that only grows, by name."""
 
 
 @dataclass(frozen=True, slots=True)

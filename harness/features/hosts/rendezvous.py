@@ -243,7 +243,7 @@ class Membership:
     """A host's place in the rendezvous."""
 
     name: str
-    """Of this host, as reports have it."""
+    """Name of this host in reports."""
     first: str
     """Name of node 0."""
     connection: SignedConnection

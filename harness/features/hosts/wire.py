@@ -73,7 +73,7 @@ class Call:
     callee: int
     """Number of the node that listens."""
     address: str
-    """Of the listener, as it was announced: in the join info, by `--meet`, or in the file of hosts."""
+    """Announced address of the listener: in the join info, by `--meet`, or in the file of hosts."""
     port: int
 
     def pack(self) -> bytes:

@@ -141,7 +141,7 @@ class Interception:
 
 
 INTERCEPTION = Interception()
-"""That of this process, whose operators are its own."""
+"""The interception of this process, whose operators are its own."""
 
 
 def _applied(layer: Layer, call: Call, run: Run) -> Run:
@@ -216,7 +216,7 @@ _ENGINE = f"{_HARNESS}/engine/"
 
 
 NO_CODE = "a place without Python code"
-"""What `caller` returns where C++ code runs alone on a thread."""
+"""Answer of `caller` where C++ code runs alone on a thread."""
 
 
 def caller() -> str:

@@ -44,9 +44,9 @@ class ExpectedFaults:
     def __init__(self, run: ItemRun) -> None:
         self._run = run
         self._inside: dict[int, list[Expects]] = defaultdict(list)
-        """By rank, the contexts that it is inside of, or died in; the innermost last."""
+        """Contexts that each rank is inside of, or died in; the innermost last."""
         self._hits: dict[int, list[FaultHit]] = defaultdict(list)
-        """By rank, the injected faults that it has met."""
+        """Injected faults that each rank has met."""
         self._deaths: dict[int, Happened] = {}
         self._outside: set[int] = set()
         """The ranks that died outside of any context that expects it."""

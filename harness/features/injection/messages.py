@@ -21,7 +21,7 @@ class FaultHit:
     """A fault that the test has injected has met its collective."""
 
     text: str
-    """Which rank, what happened to it, and where."""
+    """Sentence with the rank, what happened to it, and where."""
     at: float
     """Wall-clock time."""
 

@@ -13,7 +13,7 @@ MILLISECONDS = 3.0
 LONGEST = 60_000
 """Milliseconds that a delay may have."""
 CHANCE = 0.25
-"""Of a delay at each point: with most points undisturbed, ranks are apart by different collectives."""
+"""Chance of a delay at a point: with most points undisturbed, ranks are apart by different collectives."""
 
 _FORM = "write SEED or SEED:MILLISECONDS, such as 7 or 7:20"
 

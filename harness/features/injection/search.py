@@ -18,7 +18,7 @@ MOST = 4
 """Faults of one schedule: an order of two threads or ranks that is wrong rarely needs more."""
 MILLISECONDS = (2, 10, 50)
 _KINDS = tuple(kind for kind in get_args(Kind) if kind not in ("kill", "stop", "hang"))
-"""Those after which a rank is there for the next example, and a test may pass."""
+"""Kinds after which a rank is there for the next example, and a test may pass."""
 
 
 def schedules(

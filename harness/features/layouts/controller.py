@@ -14,7 +14,7 @@ from lockstep.controller.pytest_internals import make_report
 from lockstep.features.layouts.mark import Sizes, contains
 
 _PROPERTY = "layout"
-"""Of the reports of an item: the name of its test, and of its layout."""
+"""Property of an item's reports: the name of its test, and of its layout."""
 
 
 class Layouts:

@@ -36,7 +36,7 @@ BUSY, IDLE, RECALLED = "busy", "idle", "recalled"
 was recalled then, whereupon its ranks end. Renaming is atomic: of two processes one succeeds. It also takes a
 tenth of the time of making a file."""
 MOST_BYTES = 1 << 20
-"""Of a lease's file that are read."""
+"""Number of bytes of a lease's file that are read."""
 SUFFIXES = (NEW, TURN, LEASE, BUSY, IDLE, RECALLED)
 
 
@@ -45,11 +45,11 @@ class ResourceRequest:
     """The resources that one world holds, or waits for."""
 
     pid: int
-    """Of its controller, for people who read of it, like `where`."""
+    """Process id of its controller, for people who read it, like `where`."""
     where: str
     """The root directory of the run."""
     ranks: int
-    """How many it counts for; 0 where the run sets no bound."""
+    """Number of ranks that it counts for; 0 where the run sets no bound."""
     gpus: tuple[str, ...] = ()
     """Names of the GPUs that it has; while it waits, of those it may have."""
     exclusive: bool = False
@@ -91,7 +91,7 @@ class Requirement:
     request: ResourceRequest
     size: int
     at_once: int | None = None
-    """How many ranks may run at once; None: any number."""
+    """Number of ranks that may run at once; None: any number."""
 
     def choose(self, held: Iterable[ResourceRequest | Unreadable]) -> tuple[str, ...] | None:
         """Return the GPUs to take (none for a world on CPUs), or None while what is held leaves too little.

@@ -12,4 +12,4 @@ class Shown:
     rank: int
     text: str
     to_file: bool = False
-    """Whether they are for the file of `--log-file`, and not for the terminal."""
+    """True if they are for the file of `--log-file`, False for the terminal."""

@@ -30,7 +30,7 @@ _REFUSED = {
     ("pytest_benchmark.plugin", "benchmark_weave"): _BENCHMARK,
     ("syrupy", "snapshot"): _SYRUPY,
 }
-"""By module and name of the function."""
+"""Reasons by module and name of a fixture's function."""
 
 # In the controller
 

@@ -22,7 +22,7 @@ from lockstep.world.outcome import in_preparation
 Paths = tuple[tuple[str, str], ...]
 """Names of stages, with the directory that each has left."""
 _KEPT = ("sections", "user_properties", "duration", "start", "stop", "wasxfail", REPORT_PARTS)
-"""Of the report of a stage in that of the test's set-up."""
+"""Attributes of a stage's report that the test's set-up gets."""
 
 
 Run = Callable[[pytest.Item, Request, Preparation, Mapping[str, Any]], tuple[str, list[pytest.TestReport]]]
