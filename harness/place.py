@@ -1,4 +1,4 @@
-"""The place of a rank among hosts, and the interfaces of one. Used on both sides; standard library only."""
+"""The place of a rank among hosts, interfaces and ports. Used on both sides; standard library only."""
 
 from __future__ import annotations
 
@@ -59,3 +59,11 @@ def interface_of(address: str) -> str:
                 if answer[20:24] == wanted:
                     return name
     return names[0]
+
+
+def reserve_port(address: str) -> socket.socket:
+    """Bind a free port, which the system then gives to no one; SO_REUSEADDR lets a rank listen there."""
+    bound = socket.socket()
+    bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    bound.bind((address, 0))
+    return bound

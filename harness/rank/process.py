@@ -104,7 +104,7 @@ class Rank:
         activity = self.status.activity
         activity.count = count
         activity.case = activity.abortable = name
-        self.reseed()
+        seed_everything(self.spec.seed, self.group.device)
 
     def end_case(self) -> None:
         """Leave the case."""
@@ -161,10 +161,6 @@ class Rank:
         """Ignore orders to abort from now on: one may come so late that it would abort the new group."""
         with self.status.activity.aborting:
             self.status.activity.abortable = ""
-
-    def reseed(self) -> None:
-        """Seed every generator of this process with the seed of the world."""
-        seed_everything(self.spec.seed, self.group.device)
 
     def _handle(self, message: ToRank) -> None:
         """Handle a message of the controller, on the thread that receives."""

@@ -23,7 +23,7 @@ from lockstep.rank.output import capture_into, end_lines, prefix_streams
 from lockstep.rank.process import Rank
 from lockstep.rank.pytest_internals import attach_log_handlers_quickly, set_location, set_root
 from lockstep.rank.reporter import PHASES, RankReporter, describe_raised, failure
-from lockstep.rank.state import CrashReports, RankState
+from lockstep.rank.state import CrashReports, RankState, seed_everything
 from lockstep.rank.torch_internals import count_collectives, count_groups, show_freed_tensors
 from lockstep.specification import RankSpec
 from lockstep.standing import Standing
@@ -179,7 +179,7 @@ class RankSession:
             if order.location is not None:
                 set_location(item, order.location)
             self._reporter.begin(item)
-            self.rank.reseed()
+            seed_everything(self._spec.seed, self.rank.group.device)
             self._config.hook.pytest_ranks_run_item(item=item, nextitem=next_item, order=order)
         if not self._spec.session.captures:
             end_lines()

@@ -15,6 +15,7 @@ from lockstep.exceptions import WorldError
 from lockstep.launch.limits import explain
 from lockstep.launch.processes import Launcher
 from lockstep.output import OutputDirectory
+from lockstep.place import reserve_port
 from lockstep.protocol import Close, Finished, Interrupt, Ready, StartFailed, Warned
 from lockstep.specification import RankSpec, SessionSpec, WorldKey
 from lockstep.world.diagnosis import place_of
@@ -82,7 +83,7 @@ class World:
         deadline = time.monotonic() + timeout
         self._launcher.restore_directory()
         os.makedirs(self._directory, mode=0o700)
-        self._port = _reserve_port()
+        self._port = reserve_port("127.0.0.1")
         port = self._port.getsockname()[1]
         held = "" if self.share is None else self.share.held
         stem = f"{basetemp}/{self.name}-rank"
@@ -203,11 +204,3 @@ class World:
             self._port.close()
         if self.share is not None:
             self.share.end()
-
-
-def _reserve_port() -> socket.socket:
-    """Bind a free port, which the system then gives to no one; SO_REUSEADDR lets a rank listen there."""
-    bound = socket.socket()
-    bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    bound.bind(("127.0.0.1", 0))
-    return bound

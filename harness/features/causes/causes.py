@@ -115,10 +115,12 @@ def narrow(failed: Sequence[Ran], ran: Iterable[Ran]) -> Narrowed:
     path = _common_path([each.nodeid for each in failed])
     left = [each for each in ran if not path or _is_below(each.nodeid, path)]
     common = frozenset.intersection(*(_settings(each.case) for each in failed))
-    settings, left = _fewer(common, left, _has_setting)
+    settings, left = _fewer(common, left, lambda each, word: word in _settings(each.case))
     selecting = ["--subtest", ",".join(settings)] if settings else []
-    marks, left = _fewer(frozenset.intersection(*(each.marks for each in failed)), left, _has_mark)
-    words, left = _fewer(frozenset.intersection(*(_parameters(each) for each in failed)), left, _has_word)
+    common = frozenset.intersection(*(each.marks for each in failed))
+    marks, left = _fewer(common, left, lambda each, word: word in each.marks)
+    common = frozenset.intersection(*(_parameters(each) for each in failed))
+    words, left = _fewer(common, left, lambda each, word: word.lower() in each.nodeid.lower())  # as `-k` does
     selecting += ["-m", " and ".join(marks)] if marks else []
     selecting += ["-k", " and ".join(words)] if words else []
     return Narrowed(path, tuple(selecting), len(left))
@@ -134,18 +136,6 @@ def _fewer(
         if len(fewer) < len(left):
             left, chosen = fewer, [*chosen, word]
     return chosen, left
-
-
-def _has_setting(ran: Ran, setting: str) -> bool:
-    return setting in _settings(ran.case)
-
-
-def _has_mark(ran: Ran, mark: str) -> bool:
-    return mark in ran.marks
-
-
-def _has_word(ran: Ran, word: str) -> bool:
-    return word.lower() in ran.nodeid.lower()  # as `-k` does
 
 
 def _settings(case: str) -> frozenset[str]:

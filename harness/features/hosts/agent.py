@@ -36,7 +36,7 @@ from lockstep.features.hosts.orders import (
 from lockstep.features.hosts.wire import Call, Credentials, Purpose, SignedConnection, be_patient, listen
 from lockstep.launch.limits import explain
 from lockstep.launch.processes import ProcessLauncher, RankProcess
-from lockstep.place import moved_path
+from lockstep.place import moved_path, reserve_port
 from lockstep.specification import RankSpec
 
 ATTACH_WITHIN = 10.0
@@ -269,11 +269,3 @@ def _as_here(spec: RankSpec, directory: str, environ: dict[str, str]) -> RankSpe
         output_directory=f"{directory}/rank-{spec.rank}.{KEPT}" if session.output_directory else "",
     )
     return replace(spec, session=session, directory=directory, basetemp=f"{directory}/tmp-{spec.rank}")
-
-
-def reserve_port(address: str) -> socket.socket:
-    """Bind a free port, which the system then gives to no one; SO_REUSEADDR lets a rank listen there."""
-    bound = socket.socket()
-    bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    bound.bind((address, 0))
-    return bound

@@ -17,7 +17,6 @@ from pathlib import Path
 from typing import Any
 
 from lockstep.exceptions import LaunchError, MessageRefused
-from lockstep.features.hosts.agent import reserve_port
 from lockstep.features.hosts.code import CodeComparison, Digests
 from lockstep.features.hosts.hosts_file import HOSTS, HostInfo, HostsFile, read_hosts_file
 from lockstep.features.hosts.orders import (
@@ -35,7 +34,7 @@ from lockstep.features.hosts.orders import (
 )
 from lockstep.features.hosts.wire import Call, Credentials, Purpose, SignedConnection, be_patient, connect
 from lockstep.launch.processes import ProcessLauncher, RankProcess, RankProgram, StartedRank
-from lockstep.place import Place
+from lockstep.place import Place, reserve_port
 from lockstep.specification import RankSpec, Spread, WorldKey
 
 ANSWER_WITHIN = 30.0

@@ -1,13 +1,16 @@
 """The open resources of a rank (child processes, threads, files and sockets, shared memory) and their guard.
 
-The guard finds what a test has left open, and ends the processes among it.
+The guard finds what a test has left open, and ends the processes among it. Memory that tests have freed is
+given back.
 """
 
 from __future__ import annotations
 
+import ctypes
 import fcntl
 import functools
 import gc
+import mmap
 import multiprocessing
 import operator
 import os
@@ -21,6 +24,8 @@ from contextlib import suppress
 from multiprocessing import shared_memory
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
+
+import pytest
 
 from lockstep.exceptions import RankLeakWarning
 from lockstep.features.leaks.multiprocessing_internals import (
@@ -37,6 +42,8 @@ SETTLE_WITHIN = 0.1
 """Seconds that something gets to end which a test has stopped but not waited for."""
 TERMINATE_WITHIN = 0.2
 """Seconds between SIGTERM and SIGKILL for a process that was left."""
+GROWTH = 64 * 2**20
+"""Bytes by which a rank has grown when it gives back what tests have freed."""
 _SEGMENTS = "/dev/shm"
 _MAX_COMMAND = 120
 """Characters of a command line that are shown."""
@@ -181,6 +188,35 @@ class OpenResources(NamedTuple):
             *(f"{_name_of_file(fd)}, open as descriptor {fd}" for fd in files),
             *(f"shared memory {_SEGMENTS}/{name}" for name in sorted(self.segments)),
         ]
+
+
+class FreedMemory:
+    """Gives the memory that tests have freed back to the system.
+
+    Of one test of a ResNet, 0.7 GB stayed with each rank to the end of the run.
+    """
+
+    def __init__(self) -> None:
+        # Of glibc; other allocators give back by themselves.
+        self._trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+        self._figures: int | None = None
+        with suppress(OSError):  # not every system has the file
+            self._figures = os.open("/proc/self/statm", os.O_RDONLY)
+        self._before = self._resident()
+
+    @pytest.hookimpl(trylast=True)
+    def pytest_ranks_finished(self) -> None:
+        """Give memory back if this process has grown; it costs 1 ms, and more where there is much."""
+        if self._trim is not None and self._resident() > self._before + GROWTH:
+            gc.collect()  # models are full of cycles
+            self._trim(0)
+            self._before = self._resident()
+
+    def _resident(self) -> int:
+        """Return the bytes of memory that this process holds, 0 where that is not known; 2 µs."""
+        if self._figures is None:
+            return 0
+        return int(os.pread(self._figures, 100, 0).split()[1]) * mmap.PAGESIZE
 
 
 # Processes

@@ -23,7 +23,7 @@ def pytest_ranks_imports(hints: list[str]) -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     if config.pluginmanager.hasplugin(RANK_PLUGIN):
-        from lockstep.features.leaks.memory import FreedMemory
+        from lockstep.features.leaks.guard import FreedMemory
 
         config.pluginmanager.register(FreedMemory())
 
