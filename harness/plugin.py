@@ -15,7 +15,7 @@ from lockstep import feature_hooks, hookspecs
 from lockstep.features import register_features
 from lockstep.fixtures import collectives, run_subtests, world
 from lockstep.hookspecs import CONTROLLER_PLUGIN, RANK_PLUGIN
-from lockstep.options import SHORT, add_options, add_short_options
+from lockstep.options import SHORT, add_long_names, add_options, add_short_options
 
 __all__ = ["collectives", "run_subtests", "world"]
 
@@ -28,6 +28,8 @@ def pytest_addhooks(pluginmanager: pytest.PytestPluginManager) -> None:
 def pytest_addoption(parser: pytest.Parser, pluginmanager: pytest.PytestPluginManager) -> None:
     add_options(parser)
     register_features(pluginmanager)
+    for options in pluginmanager.hook.pytest_ranks_short_options():
+        add_long_names(parser, options)
     config = pluginmanager.get_plugin("pytestconfig")
     if (
         config is None or config.known_args_namespace.confcutdir is not None

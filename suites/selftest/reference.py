@@ -21,7 +21,7 @@ import lockstep
 from lockstep import hookspecs
 from lockstep.conformance import plugin as conformance
 from lockstep.features import plugins
-from lockstep.options import SHORT, add_options, add_short_options
+from lockstep.options import SHORT, add_long_names, add_options, add_short_options
 
 CHECKOUT = Path(lockstep.__file__).parents[1]
 PAGES = CHECKOUT / "docs" / "reference"
@@ -78,10 +78,11 @@ def options_page() -> str:
     add_options(cast(Any, general))
     for plugin in plugins():
         getattr(plugin, "pytest_addoption", lambda parser: None)(cast(Any, general))
-    add_short_options(cast(Any, general), SHORT, ())
-    for plugin in plugins():
-        if short := getattr(plugin, "pytest_ranks_short_options", dict)():
-            add_short_options(cast(Any, general), short, ())
+    short = [getattr(plugin, "pytest_ranks_short_options", dict)() for plugin in plugins()]
+    for options in short:
+        add_long_names(cast(Any, general), options)
+    for options in (SHORT, *short):
+        add_short_options(cast(Any, general), options, ())
     conformance.pytest_addoption(cast(Any, engines))
     option, ini = "| option | |\n|---|---|\n", "| ini option | type | |\n|---|---|---|\n"
     parts = [

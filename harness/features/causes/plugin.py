@@ -5,23 +5,17 @@ from __future__ import annotations
 import pytest
 
 from lockstep.hookspecs import RANK_PLUGIN
-from lockstep.options import Options, add_long_names
-
-_OPTIONS: Options = {
-    "causes": {
-        "choices": ("auto", "all", "no"),
-        "default": "auto",
-        "help": "group failures by cause: where several have one (%(default)s), all always, or not",
-    },
-}
-
-
-def pytest_addoption(parser: pytest.Parser) -> None:
-    add_long_names(parser, _OPTIONS)
+from lockstep.options import Options
 
 
 def pytest_ranks_short_options() -> Options:
-    return _OPTIONS
+    return {
+        "causes": {
+            "choices": ("auto", "all", "no"),
+            "default": "auto",
+            "help": "group failures by cause: where several have one (%(default)s), all always, or not",
+        },
+    }
 
 
 def pytest_configure(config: pytest.Config) -> None:

@@ -10,27 +10,22 @@ import pytest
 from lockstep.exceptions import Diverged
 from lockstep.features.divergence import FEATURE
 from lockstep.hookspecs import RANK_PLUGIN
-from lockstep.options import Options, add_long_names
 
 if TYPE_CHECKING:
+    from lockstep.options import Options
     from lockstep.protocol import RunItem
     from lockstep.reporting.rank_reports import Context
     from lockstep.world.outcome import ItemOutcome
 
-_OPTIONS: Options = {
-    "no-divergence": {
-        "action": "store_true",
-        "help": "where two runs, or ranks, differ, do not run the test again to find where they part first",
-    },
-}
-
-
-def pytest_addoption(parser: pytest.Parser) -> None:
-    add_long_names(parser, _OPTIONS)
-
 
 def pytest_ranks_short_options() -> Options:
-    return _OPTIONS
+    return {
+        "no-divergence": {
+            "action": "store_true",
+            "help": "where two runs, or ranks, differ, do not run the test again to find where they part "
+            "first",
+        },
+    }
 
 
 # In a rank

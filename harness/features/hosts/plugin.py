@@ -10,21 +10,16 @@ from typing import TYPE_CHECKING
 import pytest
 
 from lockstep.hookspecs import RANK_PLUGIN
-from lockstep.options import Options, add_long_names
 
 if TYPE_CHECKING:
+    from lockstep.options import Options
     from lockstep.place import Place
     from lockstep.protocol import RunItem
     from lockstep.rank.session import RankSession
     from lockstep.specification import RankSpec
 
-_OPTIONS: Options = {
-    "shared-dir": {"metavar": "DIR", "help": "directory that all hosts see, for `world.shared_tmp_path`"},
-}
-
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    add_long_names(parser, _OPTIONS)
     group = parser.getgroup("ranks")
     for name, what in (
         ("hosts", "spread each test evenly over N hosts, unless its mark says how many"),
@@ -34,7 +29,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_ranks_short_options() -> Options:
-    return _OPTIONS
+    return {
+        "shared-dir": {"metavar": "DIR", "help": "directory that all hosts see, for `world.shared_tmp_path`"},
+    }
 
 
 def pytest_ranks_repeated_options() -> Mapping[str, object]:

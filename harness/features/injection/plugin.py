@@ -10,12 +10,12 @@ import pytest
 from lockstep.backends import meets
 from lockstep.features.injection.messages import FEATURE
 from lockstep.hookspecs import RANK_PLUGIN
-from lockstep.options import Options, add_long_names
 from lockstep.rank_session import session_of
 
 if TYPE_CHECKING:
     from lockstep.features.injection.expected_faults import ExpectedFaults
     from lockstep.features.injection.injector import Faults
+    from lockstep.options import Options
     from lockstep.protocol import Part, Vote
     from lockstep.rank.session import RankSession
     from lockstep.reporting.rank_reports import Context
@@ -23,19 +23,14 @@ if TYPE_CHECKING:
     from lockstep.world.item_run import ItemRun
     from lockstep.world.outcome import Died
 
-_OPTIONS: Options = {
-    "skew": {"metavar": "SEED[:MILLISECONDS]", "help": "delay ranks around collectives, and fail races"},
-}
 _SKEW = "harness-skew"
 """Name of the plugin by which a rank delays collectives."""
 
 
-def pytest_addoption(parser: pytest.Parser) -> None:
-    add_long_names(parser, _OPTIONS)
-
-
 def pytest_ranks_short_options() -> Options:
-    return _OPTIONS
+    return {
+        "skew": {"metavar": "SEED[:MILLISECONDS]", "help": "delay ranks around collectives, and fail races"},
+    }
 
 
 def pytest_ranks_repeated_options() -> Mapping[str, object]:

@@ -5,19 +5,13 @@ from __future__ import annotations
 import pytest
 
 from lockstep.hookspecs import RANK_PLUGIN
-from lockstep.options import Options, add_long_names
-
-_OPTIONS: Options = {
-    "no-progress": {"action": "store_true", "help": "show nothing of a test on ranks while it runs"},
-}
-
-
-def pytest_addoption(parser: pytest.Parser) -> None:
-    add_long_names(parser, _OPTIONS)
+from lockstep.options import Options
 
 
 def pytest_ranks_short_options() -> Options:
-    return _OPTIONS
+    return {
+        "no-progress": {"action": "store_true", "help": "show nothing of a test on ranks while it runs"},
+    }
 
 
 def pytest_configure(config: pytest.Config) -> None:
