@@ -1,4 +1,4 @@
-"""The plan by `parallelize_module` over tp, with sequence parallelism, and FSDP2 over fsdp.
+"""The plan by `parallelize_module` over tp, with sequence parallelism, and FSDP2 over fsdp and dp.
 
 Each rank of tp has all experts, as plain parameters, and computes them for the whole sequence.
 DTensor leaves the gradients of norms Partial over tp: what reads them next reduces them.
@@ -22,8 +22,8 @@ WHOLE, PART = Replicate(), Shard(1)  # of the sequence
 def shard(model, mesh):
     if "tp" in mesh.mesh_dim_names:
         cut_over_tp(model, mesh["tp"])
-    if "fsdp" in mesh.mesh_dim_names:
-        with_fsdp2.shard(model, mesh["fsdp"])
+    if axes := tuple(axis for axis in Plan.axes if axis in mesh.mesh_dim_names):
+        with_fsdp2.shard(model, mesh[axes])
 
 
 def cut_over_tp(model, mesh):
@@ -52,7 +52,6 @@ def cut_over_tp(model, mesh):
 
 class Plan(with_fsdp2.Plan):
     shard = staticmethod(shard)
-    axes = ("fsdp",)
 
     def grad_norm(self):
         # One by one: torch 2.13 takes no norm of tensors that are on different meshes.

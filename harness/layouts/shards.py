@@ -146,12 +146,17 @@ class ShardMap:
 def region_of(
     name: str, tensor: torch.Tensor, shape: Sequence[int], shards: ShardMap, layout: Layout
 ) -> torch.Tensor:
-    """Return which elements of the unsharded tensor a rank's holds: by its placements, or the map."""
+    """Return which elements of the unsharded tensor a rank's holds.
+
+    A DTensor has placements; as large as the unsharded tensor, they say all. A smaller one is a part by the
+    map that is sharded further, as FSDP2 does with what tensor parallelism by hand has cut.
+    """
     if not isinstance(tensor, DTensor):
         return shards.region(name, shape, layout)
+    region = _numbered(shape) if tensor.shape == torch.Size(shape) else shards.region(name, shape, layout)
     placements = [Replicate() if isinstance(each, Partial) else each for each in tensor.placements]
     # Without a source rank each rank cuts its own copy: no collective.
-    cut = distribute_tensor(_numbered(shape), tensor.device_mesh, placements, src_data_rank=None)
+    cut = distribute_tensor(region, tensor.device_mesh, placements, src_data_rank=None)
     return cut.to_local().cpu()
 
 

@@ -55,6 +55,26 @@ def build_even() -> nn.Sequential:
     return build_mlps(6)
 
 
+@pytest.mark.layouts(fsdp=(2,), tp=(2,))
+def test_what_tensor_parallelism_cut_is_sharded_further(layout: Layout) -> None:
+    class Cut(Mlp):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            up = F.silu(self.up(SummedBackward.apply(x, layout.group("tp"))))
+            return x + Summed.apply(F.linear(up, self.down.weight), layout.group("tp")) + self.down.bias
+
+    shards = ShardMap({"*.up.*": Sharded("tp"), "*.down.weight": Sharded("tp", dim=1)})
+
+    def parallelize(model: nn.Module, layout: Layout) -> nn.Module:
+        cut = nn.Sequential(*(Cut(3) for _ in model.children())).double()
+        shards.write(cut, model, layout)
+        for block in cut.children():
+            fully_shard(block, mesh=layout.mesh["fsdp"])
+        fully_shard(cut, mesh=layout.mesh["fsdp"])
+        return cut
+
+    assert_same_as_unsharded(layout, build_even, parallelize, pairs(), mean_square, shards=shards)
+
+
 def mean_square(model: nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor:
     return (model(batch["x"]) - batch["y"]).square().mean()
 
