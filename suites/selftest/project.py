@@ -175,7 +175,7 @@ class Project:
         for number in signals:
             os.killpg(process.pid, number)
             time.sleep(0.3)
-        return process.communicate(timeout=60)[0]
+        return process.communicate(timeout=180)[0]
 
     def pids(self, name: str, rank: int = 0) -> list[str]:
         """Return the processes that have called `note(world, name)` on a rank."""

@@ -75,7 +75,7 @@ def test_a_project_keeps_its_own_package(
         env=environ,
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=180,
         check=False,
     )
     assert "1 passed" in done.stdout, done.stdout + done.stderr
@@ -221,7 +221,7 @@ def test_the_commands_run_by_both_names(tmp_path: Path, name: str) -> None:
 
 def test_engines_are_refused_where_the_plugin_is_blocked(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "pytest", "-p", "lockstep.conformance.plugin", "-p", "no:lockstep"]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=60, check=False)
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=180, check=False)
     assert "`-p no:lockstep` blocks the plugin that runs them: remove it" in done.stderr
     assert done.returncode == pytest.ExitCode.USAGE_ERROR
 

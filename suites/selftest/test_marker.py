@@ -151,7 +151,7 @@ def test_an_int_without_digits_is_refused_by_its_kind(pytestconfig: pytest.Confi
 def collected(tmp_path_factory: pytest.TempPathFactory) -> subprocess.CompletedProcess[str]:
     path = copy_project("marks", tmp_path_factory.mktemp("collected"))
     command = [sys.executable, "-m", "pytest", "--collect-only", "-q"]
-    return subprocess.run(command, cwd=path, capture_output=True, text=True, timeout=60, check=False)
+    return subprocess.run(command, cwd=path, capture_output=True, text=True, timeout=180, check=False)
 
 
 def node_ids(collected: subprocess.CompletedProcess[str], file: str) -> list[str]:
@@ -247,7 +247,7 @@ def test_an_item_of_one_size_runs_on_as_many_ranks(world: Any) -> None:
 
 def test_a_mark_on_a_parameter_is_nearer_than_that_of_the_test(pytester: pytest.Pytester) -> None:
     copy_project("sizes", pytester.path)
-    result = pytester.runpytest_subprocess(timeout=60)
+    result = pytester.runpytest_subprocess(timeout=180)
     result.assert_outcomes(passed=5, errors=3)
     several = "ranks(5) on one parameter of a test whose own mark has several sizes: write the mark on each *"
     result.stdout.fnmatch_lines(
@@ -272,7 +272,7 @@ def test_fixtures_of_ranks_requested_late_fail_with_a_remedy(pytester: pytest.Py
             pass
         """
     )
-    result = pytester.runpytest_subprocess(timeout=60)
+    result = pytester.runpytest_subprocess(timeout=180)
     result.assert_outcomes(failed=1, errors=1)
     remedy = "exists only on ranks: mark the test with pytest.mark.ranks(2)"
     result.stdout.fnmatch_lines_random(
@@ -282,7 +282,7 @@ def test_fixtures_of_ranks_requested_late_fail_with_a_remedy(pytester: pytest.Py
 
 def test_a_mark_that_breaks_after_collection_fails_its_item(pytester: pytest.Pytester) -> None:
     copy_project("late_marks", pytester.path)
-    result = pytester.runpytest_subprocess("-n1", timeout=60)
+    result = pytester.runpytest_subprocess("-n1", timeout=180)
     result.assert_outcomes(passed=1, errors=2)
     result.stdout.fnmatch_lines(
         [
@@ -293,7 +293,7 @@ def test_a_mark_that_breaks_after_collection_fails_its_item(pytester: pytest.Pyt
 
 
 def test_the_mark_is_documented_where_pytest_lists_marks(pytester: pytest.Pytester) -> None:
-    result = pytester.runpytest_subprocess("--markers", timeout=60)
+    result = pytester.runpytest_subprocess("--markers", timeout=180)
     signature = "*sizes, backend=None, fresh=False, timeout=None, group=True, needs=('values',)"
     result.stdout.fnmatch_lines([f"@pytest.mark.ranks({signature}): *"])
 
@@ -316,7 +316,7 @@ def test_an_invalid_option_is_one_line_of_usage_error(
     pytester: pytest.Pytester, args: list[str], message: str
 ) -> None:
     pytester.makepyfile("import pytest\n\n@pytest.mark.ranks(2)\ndef test_x(world): pass")
-    result = pytester.runpytest_subprocess(*args, timeout=60)
+    result = pytester.runpytest_subprocess(*args, timeout=180)
     assert result.ret == pytest.ExitCode.USAGE_ERROR
     assert result.stderr.str().strip() == f"ERROR: {message}"
 
@@ -325,7 +325,7 @@ def test_an_invalid_option_is_one_line_of_usage_error(
 @pytest.mark.parametrize("option", ["--backend=nccl", "--device=cuda"])
 def test_gpus_on_a_machine_without_any_are_a_usage_error(pytester: pytest.Pytester, option: str) -> None:
     pytester.makepyfile("import pytest\n\n@pytest.mark.ranks(2)\ndef test_x(world): pass")
-    result = pytester.runpytest_subprocess(option, timeout=60)
+    result = pytester.runpytest_subprocess(option, timeout=180)
     assert result.ret == pytest.ExitCode.USAGE_ERROR
     assert result.stderr.str().strip() == (
         f"ERROR: {option.replace('=', ' ')}: this machine has no GPU; run with --backend gloo --device cpu"
@@ -351,17 +351,17 @@ def test_a_backend_for_gpus_beside_one_for_the_cpu_needs_them(pytester: pytest.P
     pytester.makepyfile(
         'import pytest\n\n@pytest.mark.ranks(2, backend="cpu:gloo,cuda:nccl")\ndef test_x(world): pass'
     )
-    result = pytester.runpytest_subprocess("-rs", timeout=60)
+    result = pytester.runpytest_subprocess("-rs", timeout=180)
     result.stdout.fnmatch_lines(
         ["SKIPPED*: 2 ranks under cpu:gloo,cuda:nccl need 2 GPUs, this machine has 0"]
     )
-    result = pytester.runpytest_subprocess("-rs", "--device=cpu", timeout=60)
+    result = pytester.runpytest_subprocess("-rs", "--device=cpu", timeout=180)
     result.stdout.fnmatch_lines(["SKIPPED*: the backend cpu:gloo,cuda:nccl does not work with --device cpu"])
 
 
 def test_a_test_for_another_device_than_the_one_chosen_skips(pytester: pytest.Pytester) -> None:
     pytester.makepyfile('import pytest\n\n@pytest.mark.ranks(2, backend="nccl")\ndef test_x(world): pass')
-    result = pytester.runpytest_subprocess("-rs", "--device=cpu", timeout=60)
+    result = pytester.runpytest_subprocess("-rs", "--device=cpu", timeout=180)
     result.stdout.fnmatch_lines(["SKIPPED*.py:3: the backend nccl does not work with --device cpu"])
 
 
@@ -377,7 +377,7 @@ def test_a_test_that_needs_more_gpus_skips_and_says_so(
         def test_x(world): pass
         """
     )
-    result = pytester.runpytest_subprocess("-rs", timeout=60)
+    result = pytester.runpytest_subprocess("-rs", timeout=180)
     result.assert_outcomes(skipped=2)
     result.stdout.fnmatch_lines(
         [
@@ -409,7 +409,7 @@ def test_a_test_that_needs_what_the_backend_lacks_skips(pytester: pytest.Pyteste
         def test_of_that_backend(world): pass
         """
     )
-    result = pytester.runpytest_subprocess("-rs", "--backend=gloo", timeout=60)
+    result = pytester.runpytest_subprocess("-rs", "--backend=gloo", timeout=180)
     result.assert_outcomes(skipped=1, passed=2)
     why = "the test needs that a rank receives what the others have sent, which gloo does not offer"
     result.stdout.fnmatch_lines([f"SKIPPED*.py:3: {why}"])

@@ -61,7 +61,7 @@ def test_without_a_checkout_annotations_start_at_the_root(
     monkeypatch.setenv("GITHUB_ACTIONS", "true")
     monkeypatch.delenv("GITHUB_WORKSPACE", raising=False)
     pytester.makepyfile(test_it="def test_x(): assert 0")
-    result = pytester.runpytest_subprocess(timeout=60)
+    result = pytester.runpytest_subprocess(timeout=180)
     annotations = [line for line in result.outlines if line.startswith("::error")]
     assert annotations == ["::error file=test_it.py,line=1,title=test_x::assert 0"]
 

@@ -108,7 +108,7 @@ def test_names_are_checked_without_torch() -> None:
 def result(pytester: pytest.Pytester, other: str) -> pytest.RunResult:
     copy_project("engines", pytester.path)
     engines = ("--engine", "lockstep", "--engine", f"{other}:Other", "--engine", "lockstep")
-    return pytester.runpytest_subprocess(*PLUGIN, *engines, "-v", "-p", "no:cacheprovider", timeout=60)
+    return pytester.runpytest_subprocess(*PLUGIN, *engines, "-v", "-p", "no:cacheprovider", timeout=180)
 
 
 def test_several_engines_run_each_test_on_the_same_worlds(
@@ -143,7 +143,7 @@ def test_the_line_of_an_item_runs_it_again(pytester: pytest.Pytester, other: str
         "--subtest",
         "b=3",
     ]
-    result = pytester.runpytest_subprocess(*line, timeout=60)
+    result = pytester.runpytest_subprocess(*line, timeout=180)
     result.stdout.fnmatch_lines(["SUBFAILED[[]b=3[]] test_it.py::test_points[[]2[]] - *"])
 
 
@@ -157,7 +157,7 @@ def test_a_run_ends_at_once_where_an_own_engine_cannot_be_loaded(
     pytester: pytest.Pytester, other: str
 ) -> None:
     copy_project("engines", pytester.path)
-    result = pytester.runpytest_subprocess(*PLUGIN, "--engine", f"{other}:Away", timeout=60)
+    result = pytester.runpytest_subprocess(*PLUGIN, "--engine", f"{other}:Away", timeout=180)
     result.assert_outcomes(errors=1)
     message = "--engine mine.other:Away: mine.other has no 'Away'; its classes *"
     result.stdout.fnmatch_lines(["rank 0 of 1 failed", message, f"!* {message}!*"])
@@ -168,7 +168,7 @@ def test_a_fixture_engine_of_a_projects_own_is_left_alone(
     pytester: pytest.Pytester, options: tuple[str, ...]
 ) -> None:
     copy_project("own_engine", pytester.path)
-    result = pytester.runpytest_subprocess("-v", *options, timeout=60)
+    result = pytester.runpytest_subprocess("-v", *options, timeout=180)
     result.assert_outcomes(passed=2)
     names = [f"test_it.py::test_an_engine_runs[[]{name}[]] PASSED*" for name in ("steam", "diesel")]
     result.stdout.fnmatch_lines(names)
@@ -176,11 +176,11 @@ def test_a_fixture_engine_of_a_projects_own_is_left_alone(
 
 def test_a_fixture_engine_of_a_projects_own_has_no_claims(pytester: pytest.Pytester) -> None:
     copy_project("own_engine", pytester.path)
-    result = pytester.runpytest_subprocess(*PLUGIN, "--conformance", "out", timeout=60)
+    result = pytester.runpytest_subprocess(*PLUGIN, "--conformance", "out", timeout=180)
     result.stdout.fnmatch_lines(["no test of an engine was run"])
 
 
 def test_without_the_plugin_there_is_no_option_engine(pytester: pytest.Pytester) -> None:
-    result = pytester.runpytest_subprocess("--engine=lockstep", timeout=60)
+    result = pytester.runpytest_subprocess("--engine=lockstep", timeout=180)
     assert result.ret == pytest.ExitCode.USAGE_ERROR
     result.stderr.fnmatch_lines(["*unrecognized arguments: --engine=lockstep"])

@@ -12,7 +12,7 @@ from suites.selftest.project import Run, copy_project, run_pytest
 def test_a_run_without_ranks_starts_no_process(pytester: pytest.Pytester) -> None:
     copy_project("census", pytester.path)
     pytester.makepyfile("import pytest\n\n@pytest.mark.parametrize('n', range(3))\ndef test_x(n): pass")
-    result = pytester.runpytest_subprocess("-p", "census", timeout=60)
+    result = pytester.runpytest_subprocess("-p", "census", timeout=180)
     result.assert_outcomes(passed=3)
     result.stdout.fnmatch_lines(["torch: False, children: 0"])
 
@@ -20,7 +20,7 @@ def test_a_run_without_ranks_starts_no_process(pytester: pytest.Pytester) -> Non
 def test_collecting_only_lists_items_and_starts_nothing(pytester: pytest.Pytester) -> None:
     copy_project("census", pytester.path)
     copy_project("plain_and_ranks", pytester.path)
-    result = pytester.runpytest_subprocess("-p", "census", "--co", "-q", timeout=60)
+    result = pytester.runpytest_subprocess("-p", "census", "--co", "-q", timeout=180)
     assert result.outlines[:2] == ["test_it.py::test_x", "test_it.py::test_y"]
     result.stdout.fnmatch_lines(["torch: False, children: 0"])
 
@@ -28,7 +28,7 @@ def test_collecting_only_lists_items_and_starts_nothing(pytester: pytest.Pyteste
 @pytest.mark.parametrize("option", ["--pdb", "--trace"])
 def test_a_debugger_is_refused_with_a_remedy(pytester: pytest.Pytester, option: str) -> None:
     copy_project("plain_and_ranks", pytester.path)
-    result = pytester.runpytest_subprocess(option, timeout=60)
+    result = pytester.runpytest_subprocess(option, timeout=180)
     assert result.ret == pytest.ExitCode.USAGE_ERROR
     assert result.stderr.str().strip() == (
         f"ERROR: {option} alone does not work in ranks, and test_it.py::test_x runs on ranks. Add "
@@ -39,7 +39,7 @@ def test_a_debugger_is_refused_with_a_remedy(pytester: pytest.Pytester, option: 
 
 def test_a_debugger_is_fine_where_no_ranks_run(pytester: pytest.Pytester) -> None:
     copy_project("plain_and_ranks", pytester.path)
-    result = pytester.runpytest_subprocess("--pdb", "-m", "not ranks", timeout=60)
+    result = pytester.runpytest_subprocess("--pdb", "-m", "not ranks", timeout=180)
     result.assert_outcomes(passed=1, deselected=1)
 
 
@@ -48,7 +48,7 @@ def test_pytest_n_has_a_controller_in_each_of_its_workers(
 ) -> None:
     monkeypatch.delenv("PYTEST_XDIST_WORKER", raising=False)
     copy_project("xdist", pytester.path)
-    result = pytester.runpytest_subprocess("-n2", timeout=60)
+    result = pytester.runpytest_subprocess("-n2", timeout=180)
     result.assert_outcomes(failed=1, passed=11)
     result.stdout.fnmatch_lines(
         [
@@ -141,7 +141,7 @@ def assert_only_set_up(done: Run) -> None:
 def test_a_plugin_that_fails_in_configure_node_is_named(pytester: pytest.Pytester) -> None:
     pytester.makeconftest("def pytest_configure_node(node): node.never_heard_of")
     copy_project("plain_and_ranks", pytester.path)
-    result = pytester.runpytest_subprocess(timeout=60)
+    result = pytester.runpytest_subprocess(timeout=180)
     result.assert_outcomes(errors=1, passed=1)
     result.stdout.fnmatch_lines(
         ["no world of 2 ranks *`pytest_configure_node`*AttributeError: *never_heard_of*"]

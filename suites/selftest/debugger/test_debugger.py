@@ -276,7 +276,7 @@ def test_the_rank_is_debugged_on_other_backends(
         input=f"p dist.get_rank(), world.size\n__import__('time').sleep({HOLD})\nc\n",
         stdout=subprocess.PIPE,
         text=True,
-        timeout=60,
+        timeout=180,
         check=False,
     )
     assert f"(Pdb) {place}" in done.stdout
@@ -292,7 +292,7 @@ def test_a_fake_world_has_one_process_to_debug(tmp_path: Path) -> None:
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
-            timeout=60,
+            timeout=180,
             check=False,
         ).stdout
         for args in ((), ("--rank-pdb", "5"))
@@ -346,6 +346,6 @@ def test_a_debugger_that_no_test_can_reach_is_a_usage_error(
 ) -> None:
     (tmp_path / "test_it.py").write_text("import pytest\n\n@pytest.mark.ranks(2)\ndef test_it(world): pass\n")
     command = [sys.executable, "-m", "pytest", *args]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=60, check=False)
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=180, check=False)
     assert done.returncode == pytest.ExitCode.USAGE_ERROR
     assert done.stderr.strip().splitlines()[-1] == f"ERROR: {error}"

@@ -96,7 +96,7 @@ def test_an_ide_stops_one_rank_and_the_others_wait(project: Project) -> None:
     ide.send("continue", threadId=thread)
     ide.receive("continue")
     ide.close()
-    output = process.communicate(timeout=60)[0]
+    output = process.communicate(timeout=180)[0]
     assert "2 passed" in output
     project.assert_nothing_is_left()
 
@@ -113,7 +113,7 @@ def test_each_world_waits_on_a_port_of_its_own(project: Project) -> None:
         if found := re.search(r"rank 1 waits for a debugger on 127\.0\.0\.1:(\d+)", line):
             ides.append(Ide(int(found[1])))
             ides[-1].attach()
-    output = process.communicate(timeout=60)[0]
+    output = process.communicate(timeout=180)[0]
     for ide in ides:
         ide.close()
     assert "2 passed" in output, head + output

@@ -30,7 +30,7 @@ _numbers = count()
 
 
 def _ip(*words: str) -> None:
-    subprocess.run(["ip", *words], check=True, capture_output=True, timeout=60)
+    subprocess.run(["ip", *words], check=True, capture_output=True, timeout=180)
 
 
 def _free_port() -> int:

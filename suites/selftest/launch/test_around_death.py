@@ -20,7 +20,7 @@ def test_ranks_and_server_end_when_the_controller_is_killed(project: Project, me
     process = project.start(environ={"SIZE": str(size)})
     project.wait_for(lambda: all(project.pids("reached", rank) for rank in range(size)), "the test has begun")
     process.kill()
-    process.communicate(timeout=60)
+    process.communicate(timeout=180)
     project.assert_nothing_is_left(SOON)
 
 
@@ -44,7 +44,7 @@ def test_an_importing_server_ends_when_the_controller_is_killed(project: Project
     process = project.start()
     project.wait_for(lambda: project.pids("reached"), "the server imports")
     process.kill()
-    process.communicate(timeout=60)
+    process.communicate(timeout=180)
     project.assert_nothing_is_left(SOON)
 
 

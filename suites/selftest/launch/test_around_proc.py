@@ -39,7 +39,7 @@ HIDE = "mount -t tmpfs none /proc && exec "
 def can_hide_proc() -> bool:
     command = ["unshare", "--mount", "sh", "-c", f"{HIDE}true"]
     try:
-        return subprocess.run(command, capture_output=True, check=False, timeout=60).returncode == 0
+        return subprocess.run(command, capture_output=True, check=False, timeout=180).returncode == 0
     except OSError:
         return False
 

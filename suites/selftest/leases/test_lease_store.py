@@ -73,7 +73,7 @@ def controllers(machine: Machine, number: int, *args: str) -> list[subprocess.Po
 
 def times(started: list[subprocess.Popen[str]]) -> list[tuple[str, float, float]]:
     """Return who had which GPU from when to when, in order of time."""
-    lines = [line.split() for process in started for line in process.communicate(timeout=60)[0].splitlines()]
+    lines = [line.split() for process in started for line in process.communicate(timeout=180)[0].splitlines()]
     return sorted((gpu, float(line[-2]), float(line[-1])) for line in lines for gpu in line[:-2])
 
 

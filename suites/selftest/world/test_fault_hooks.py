@@ -90,7 +90,7 @@ def test_a_conftest_that_exits_on_one_rank_is_named(tmp_path: Path) -> None:
     )
     (tmp_path / "test_it.py").write_text("import pytest\n\n@pytest.mark.ranks(2)\ndef test_it(world): pass\n")
     command = [sys.executable, "-m", "pytest"]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=60, check=False)
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=180, check=False)
     assert done.returncode == pytest.ExitCode.TESTS_FAILED
     assert (
         "no world of 2 ranks (gloo, cpu): rank 1 did not start: it raised before it ran a test" in done.stdout
