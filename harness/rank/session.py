@@ -6,6 +6,7 @@ import gc
 import logging
 import os
 import sys
+import time
 from collections.abc import Generator
 from contextlib import suppress
 from dataclasses import replace
@@ -159,12 +160,14 @@ class RankSession:
             match self.rank.wire.next_order(is_over):
                 case RunItem() as order:
                     self.order = order
-                    self.rank.status.activity.begin_item()
                     self._run(session, order)
                 case Close():
                     return True
 
     def _run(self, session: pytest.Session, order: RunItem) -> None:
+        activity = self.rank.status.activity
+        activity.state, activity.began, activity.meeting = "runs", time.time_ns(), None
+        activity.item += 1
         self._state.end_groups()
         order = self._config.hook.pytest_ranks_begin(order=order) or order
         self.rank.group.begin_item()
@@ -189,7 +192,7 @@ class RankSession:
         counts = count_collectives(), count_groups()
         ending = Ending(usable)
         self._config.hook.pytest_ranks_finished(ending=ending)
-        self.rank.status.activity.end_item()
+        activity.state, activity.case, activity.count = "idle", "", ""
         self.rank.wire.send(Finished(ending.usable, *counts, doing, ending.parts))
         self._standing.await_item()
 

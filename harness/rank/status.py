@@ -48,14 +48,6 @@ class Activity:
     aborting: threading.Lock = field(default_factory=threading.Lock)
     """Held while the group is aborted, or `abortable` forgotten."""
 
-    def begin_item(self) -> None:
-        self.state, self.began = "runs", time.time_ns()
-        self.item += 1
-        self.meeting = None
-
-    def end_item(self) -> None:
-        self.state, self.case, self.count = "idle", "", ""
-
 
 class StatusReader:
     """Reads the status of this rank, on the thread that answers the controller.

@@ -25,6 +25,8 @@ class Layouts:
         self._failed: dict[str, list[Sizes]] = {}
 
     def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
+        if not any(map(_sizes_of, items)):
+            self._config.pluginmanager.unregister(self)  # no test pays for it
         globs: str | None = self._config.getoption("layouts")
         if globs is None:
             return

@@ -18,21 +18,24 @@ class FollowedRuns:
 
     def __init__(self, config: pytest.Config) -> None:
         self._config = config
-        self._places = Places()
+        self._places: Places | None = None
         self._display: ProgressDisplay | None = None
 
+    def pytest_ranks_run_begins(self) -> None:
+        self._places = None
+
     def pytest_ranks_answer(self, rank: int, answer: RankStatus | Progress) -> None:
+        self._places = self._places or Places()
         self._places.note(rank, answer, time.monotonic())
 
     def pytest_ranks_probe(self, run: ItemRun, silent: set[int]) -> bool:
         """Show how far the test has come; return whether to ask its ranks where they are."""
-        now = time.monotonic()
+        now, self._places = time.monotonic(), self._places or Places()
         self._places.note_silent(silent, now)
         if self._display is None:  # what other plugins do of the terminal is known by now
             self._display = ProgressDisplay(self._config, os.environ)
         return self._display.look(self._places.glance(run, now))
 
     def pytest_ranks_run_ended(self) -> None:
-        self._places = Places()
         if self._display is not None:
             self._display.end()
