@@ -10,13 +10,14 @@ from itertools import combinations
 
 import torch
 
+from lockstep.layouts.factors import CLOSE, describe_factor, either, ranks
 from lockstep.layouts.layout import DATA_AXES, Layout
 from lockstep.layouts.moment import Moment, is_wrong
 from lockstep.layouts.norms import explain_norm
 from lockstep.layouts.parting import Comparison, describe_parting
 from lockstep.layouts.reference import Reference, Tensors
 from lockstep.layouts.shards import ShardMap
-from lockstep.layouts.suspect import CLOSE, Suspect, describe_factor, ranks
+from lockstep.layouts.suspect import Suspect
 from lockstep.layouts.weights import Weighing
 
 _LINES = 8
@@ -95,7 +96,12 @@ class Failure:
         axes = {axis: self.layout[axis] for axis in self.layout.large if axis in DATA_AXES}
         rows = math.prod(axes.values()) * self.microbatches
         sequence = self.layout["cp"] if self.reference.has_parts else 1
-        return Weighing(self.reference.blocks(self.moment.step, rows, sequence), axes, self.microbatches)
+        return Weighing(
+            self.reference.blocks(self.moment.step, rows, sequence),
+            axes,
+            {axis: self.layout[axis] for axis in self.layout.large},
+            self.microbatches,
+        )
 
 
 def describe(failure: Failure, notes: Sequence[str] = ()) -> str:
@@ -167,21 +173,25 @@ def _tensors(failure: Failure) -> tuple[list[str], list[str]]:
 
 def _by_cause(failure: Failure) -> dict[str, list[Suspect]]:
     """Return the wrong tensors by what explains each, "" where nothing does."""
-    causes = {suspect.name: suspect.explain() for suspect in failure.suspects}
+    causes = {suspect.name: suspect.explanations() for suspect in failure.suspects}
     if failure.moment.kind == "gradient":
-        assembled = {
-            suspect.name: suspect.assembled
+        gradients = {
+            suspect.name: assembled
             for suspect in failure.suspects
-            if not causes[suspect.name] and suspect.assembled is not None
+            if not causes[suspect.name] and (assembled := suspect.assembled) is not None
         }
-        gradients = {name: each for name, each in assembled.items() if each is not None}
         if gradients:
-            weighing = failure.weighing
-            together = weighing.explain(gradients)
-            causes |= {name: together or weighing.explain({name: each}) for name, each in gradients.items()}
+            together = failure.weighing.explain(gradients)
+            causes |= {
+                name: together or failure.weighing.explain({name: each}) for name, each in gradients.items()
+            }
+    # Of several that explain one tensor alike those hold that explain another one alone.
+    alone = {texts[0] for texts in causes.values() if len(texts) == 1}
     found: dict[str, list[Suspect]] = {}
     for suspect in failure.suspects:
-        found.setdefault(causes[suspect.name] or suspect.right_at(), []).append(suspect)
+        texts = causes[suspect.name]
+        cause = either([each for each in texts if each in alone] or texts)
+        found.setdefault(cause, []).append(suspect)
     return found
 
 
@@ -195,28 +205,35 @@ def _loss(failure: Failure) -> Iterator[str]:
 
 
 def _explain_loss(failure: Failure, actual: Mapping[int, float], expected: float) -> str:
-    layout = failure.layout
-    for axes in (
-        over for number in range(len(layout.large)) for over in combinations(layout.large, number + 1)
-    ):
-        groups = [[actual.get(each) for each in layout.members(axes, rank)] for rank in actual]
-        known = [[each for each in group if each is not None] for group in groups]
-        if all(max(group) - min(group) <= CLOSE for group in known):
-            continue
-        for op, divide in (("sum", False), ("mean", True)):
-            if all(_is_close(sum(group) / (len(group) if divide else 1), expected) for group in known):
-                return (
-                    f"equals the reference after a {op} over {' and '.join(axes)}: that reduction is missing"
+    layout, found = failure.layout, []
+    right = [rank for rank, each in actual.items() if _is_close(each, expected)]
+    for number in range(1, len(layout.large) + 1):
+        for axes in combinations(layout.large, number):
+            groups = [
+                [actual[each] for each in layout.members(axes, rank) if each in actual] for rank in actual
+            ]
+            differ = [
+                any(
+                    len({actual[each] for each in layout.members([axis], rank) if each in actual}) > 1
+                    for rank in actual
                 )
+                for axis in axes
+            ]
+            if not all(differ):
+                continue
+            for op, divide in (("sum", False), ("mean", True)):
+                if all(_is_close(sum(group) / (len(group) if divide else 1), expected) for group in groups):
+                    over = " and ".join(axes)
+                    found.append(f"equals the reference after a {op} over {over}: that reduction is missing")
+        if found:
+            break
+    if right and len(right) < len(actual):
+        found.append(f"is right on {ranks(right)} alone")
     first = next(iter(actual.values()))
-    if not all(_is_close(each, first) for each in actual.values()):
-        return ""
-    if found := failure.weighing.explain_loss(first):
-        return found
-    factor = describe_factor(
-        first / expected, {axis: layout[axis] for axis in layout.large}, failure.microbatches
-    )
-    return f"is {factor}" if "by" in factor else ""
+    if found or not all(_is_close(each, first) for each in actual.values()):
+        return either(found)
+    factor = describe_factor(first / expected, failure.weighing.sizes, failure.microbatches)
+    return either([*failure.weighing.explain_loss(first), *([f"is {factor}"] if "by" in factor else [])])
 
 
 def _shown(actual: Mapping[int, float], expected: float) -> str:
@@ -236,10 +253,5 @@ def _norm(failure: Failure) -> Iterator[str]:
     actual = {rank: moment.norm for rank, moment in failure.moments.items() if moment.norm is not None}
     if failure.moment.kind != "gradient" or not any(is_wrong(each, expected) for each in actual.values()):
         return
-    held = {
-        rank: {each.name: each.region for each in moment.held} for rank, moment in failure.moments.items()
-    }
-    whole = failure.moment.whole(failure.reference)
-    # Of wrong gradients a right norm is wrong too.
-    cause = "" if failure.suspects else explain_norm(actual, whole, held, failure.layout)
+    cause = explain_norm(actual, expected, failure.moments, failure.layout)
     yield f"total norm {cause or 'differs'} ({_shown(actual, expected)})"

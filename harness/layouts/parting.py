@@ -14,9 +14,9 @@ from typing import Any
 import torch
 from torch import nn
 
+from lockstep.layouts.factors import CLOSE
 from lockstep.layouts.layout import Layout, chunk
 from lockstep.layouts.shards import ShardMap
-from lockstep.layouts.suspect import CLOSE
 from lockstep.recorders.tensors import local_part, named_tensors
 
 SAME, DIFFERENT, UNKNOWN = "same", "different", "unknown"
@@ -140,12 +140,10 @@ def describe_parting(outputs: Comparison, gradients: Comparison) -> str:
     for place, name in enumerate(names):
         if found[name] == DIFFERENT:
             before = names[place - 1] if place else ""
-            behind = (
-                f", behind `{before}`, which lacks {found[before]}"
-                if " over " in found.get(before, "")
-                else ""
-            )
-            return f"first divergence: the output of {_module(name)}{behind}"
+            text = f"first divergence: the output of {_module(name)}"
+            # A plan may add it up behind that module: no sum need be missing.
+            is_part = " over " in found.get(before, "")
+            return text + (f"; that of `{before}` is right after {found[before]}" if is_part else "")
     if SAME not in found.values():
         return ""
     order = [name for name in reversed(names) if name in gradients.whole]
@@ -155,7 +153,9 @@ def describe_parting(outputs: Comparison, gradients: Comparison) -> str:
     of_gradients = {name: gradients.status(name, scale) for name in order}
     if of_gradients[order[0]] != SAME:
         return ""  # the loss itself weighs its parts in another way
-    for name, status in of_gradients.items():
+    for place, (name, status) in enumerate(of_gradients.items()):
+        if status != DIFFERENT and SAME in [of_gradients[each] for each in order[place + 1 :]]:
+            continue  # a sum that is made later
         if status not in (SAME, UNKNOWN):
             lacks = f", which lacks {status}" if status != DIFFERENT else ""
             return (

@@ -79,7 +79,7 @@ class Blocks:
         rows: number of blocks along dim 0.
         sequence: number of parts of each, along the sequence; a block's number counts these first.
         terms: names of auxiliary terms; their gradients follow those of the blocks.
-        losses: of each block, nan where nothing is to be predicted.
+        losses: of each block, nan where nothing is to be predicted, and of each term.
         gradients: of blocks and terms, stacked, by name.
         whole: gradients of the whole batch.
     """
@@ -237,11 +237,13 @@ class Reference:
                 assert task.parts is not None, "sequence parts are asked for where there is a function"
                 kept = task.parts(kept, index % sequence, sequence)
             loss = task.loss(model, kept)
-            for _, term in task.terms:
-                loss = loss - term(model, kept)
+            for _, each in task.terms:
+                loss = loss - each(model, kept)
             losses.append(float(loss.detach()))
             found.append(_gradients(model, loss))
-        found += [_gradients(model, term(model, batch)) for _, term in task.terms]
+        for _, each in task.terms:
+            losses.append(float((term := each(model, batch)).detach()))
+            found.append(_gradients(model, term))
         gradients = {name: torch.stack([each[name] for each in found]) for name in found[0]}
         terms = tuple(name for name, _ in task.terms)
         return Blocks(rows, sequence, terms, tuple(losses), gradients, self.steps[step].gradients)

@@ -1,26 +1,25 @@
 """One wrong tensor as all ranks hold it, and the single changes that would explain it. Imports torch.
 
-Each hypothesis returns a sentence, or "" where it does not hold on all ranks: rather none than a wrong one.
+A hypothesis that does not hold on all ranks says nothing, and those that hold alike are all said: rather
+none than a wrong one.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property
-from itertools import combinations
+from itertools import combinations, product
 
 import torch
 
+from lockstep.layouts.factors import CLOSE, describe_factor, is_product, listed, ranks
 from lockstep.layouts.layout import Layout
 from lockstep.layouts.shards import PADDING, take
 
 Values = Mapping[int, torch.Tensor]
 """A tensor by rank."""
-
-CLOSE = 1e-9
-"""Tolerance relative to the largest value: above rounding, and far below what two hypotheses differ by."""
 
 _REDUCTIONS: Mapping[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "sum": lambda stacked: stacked.sum(0),
@@ -117,8 +116,12 @@ class Suspect:
 
     @cached_property
     def replicated(self) -> list[str]:
-        """The axes along which all ranks should hold the same."""
-        return [axis for axis in self.layout.large if self._is_whole(axis) and self._has_same_region(axis)]
+        """The axes along which the ranks that hold it, at least two, should hold the same."""
+        return [
+            axis
+            for axis in self.layout.large
+            if all(len(members) > 1 for members in self.groups([axis])) and self._has_same_region(axis)
+        ]
 
     @cached_property
     def cutting(self) -> list[str]:
@@ -142,80 +145,137 @@ class Suspect:
             for rank in members
         )
 
-    # Hypotheses
+    # Hypotheses: each yields the sentences that hold on all ranks
 
-    def explain(self) -> str:
-        """Return what is wrong with it as one change, "" if no single one explains it."""
+    def explanations(self) -> list[str]:
+        """Return the single changes that explain it: all of the first kind of which one does."""
         if infinite := [rank for rank, value in self.values.items() if not bool(torch.isfinite(value).all())]:
-            return f"is not finite on {ranks(infinite)}"
+            return [f"is not finite on {ranks(infinite)}"]
         if all(not bool(value.any()) for value in self.values.values()):
-            return "is zero on all ranks"
-        hypotheses = (
-            (self._unmoved, self._reordered)
-            if self.kind == "parameter"
-            else (
-                *(self._unreduced, self._scaled, self._unreduced_and_scaled),
-                *(self._reduced_over_parts, self._left_in, self._reordered),
-            )
-        )
-        return next((found for hypothesis in hypotheses if (found := hypothesis())), "")
+            return ["is zero on all ranks"]
+        single = (self._scaled, self._scaled_by_rank, self._right_at, self._other_part)
+        if self.kind == "parameter":
+            kinds = ((*single, self._moved), (self._reordered,))
+        else:
+            of_gradient = (self._unreduced, self._reduced_over_parts, self._left_in)
+            kinds = ((*of_gradient, *single), (self._unreduced_and_scaled, self._reordered))
+        for kind in kinds:
+            if found := [text for hypothesis in kind for text in hypothesis()]:
+                return list(dict.fromkeys(found))
+        return []
 
-    def _unreduced(self) -> str:
-        axes = [axis for axis in self.replicated if not self.is_same_along(self.values, axis)]
-        for number in range(1, len(axes) + 1):
-            found = [
-                (op, over)
-                for over in combinations(axes, number)
-                for op in _REDUCTIONS
-                if self.equals(self.reduced(self.values, over, op))
-            ]
-            if found:
-                ops = [f"a {op} over {' and '.join(over)}" for op, over in found]
-                return f"equals the reference after {either(ops)}: that reduction is missing"
-        return ""
+    @cached_property
+    def _differing(self) -> list[str]:
+        """The axes along which replicas differ."""
+        return [axis for axis in self.replicated if not self.is_same_along(self.values, axis)]
 
-    def _scaled(self) -> str:
-        factor = self.factor(self.values)
-        return "" if factor is None else f"is {self.describe_factor(factor)}"
+    def _reductions(self) -> Iterator[tuple[str, Values]]:
+        """Yield reductions over the axes along which replicas differ, those over few axes first."""
+        for number in range(1, len(self._differing) + 1):
+            for over in combinations(self._differing, number):
+                for op in _REDUCTIONS:
+                    yield f"a {op} over {' and '.join(over)}", self.reduced(self.values, over, op)
+                for ops in product(("sum", "mean"), repeat=number):
+                    if len(set(ops)) > 1:
+                        values = self.values
+                        for axis, op in zip(over, ops, strict=True):
+                            values = self.reduced(values, [axis], op)
+                        pairs = zip(ops, over, strict=True)
+                        yield " and ".join(f"a {op} over {axis}" for op, axis in pairs), values
 
-    def _unreduced_and_scaled(self) -> str:
-        axes = [axis for axis in self.replicated if not self.is_same_along(self.values, axis)]
-        for number in range(1, len(axes) + 1):
-            for over in combinations(axes, number):
-                factor = self.factor(self.reduced(self.values, over, "sum"))
-                if factor is not None:
-                    after = f"after a sum over {' and '.join(over)}, which is missing, it"
-                    return f"is wrong twice: {after} is {self.describe_factor(factor)}"
-        return ""
+    def _unreduced(self) -> Iterator[str]:
+        for what, values in self._reductions():
+            if self.equals(values):
+                yield f"equals the reference after {what}: that reduction is missing"
 
-    def _reduced_over_parts(self) -> str:
+    def _scaled(self) -> Iterator[str]:
+        if (factor := self.factor(self.values)) is not None:
+            yield f"is {self.describe_factor(factor)}"
+
+    @cached_property
+    def _factors(self) -> Mapping[int, float]:
+        """The factor of each rank; empty where one has none, or has nothing but zeros to compare."""
+        found = {}
+        for rank, value in self.values.items():
+            if _is_close(value, self.expected[rank], self.scale):
+                found[rank] = 1.0
+            elif not bool(value.any()):
+                found[rank] = 0.0
+            elif bool(self.expected[rank].any()) and (factor := self.factor({rank: value})) is not None:
+                found[rank] = factor
+            else:
+                return {}
+        return found
+
+    def _scaled_by_rank(self) -> Iterator[str]:
+        factors = self._factors
+        if not factors or all(each in (0.0, 1.0) for each in factors.values()):
+            return
+        by_factor: dict[str, list[int]] = {}
+        for rank, factor in factors.items():
+            by_factor.setdefault(f"{factor:.6g}", []).append(rank)
+        if len(by_factor) > 1:
+            several = (f"{factor} times the reference on {ranks(of)}" for factor, of in by_factor.items())
+            yield f"is {', '.join(several)}"
+
+    def _unreduced_and_scaled(self) -> Iterator[str]:
+        if self._factors:  # any sum of them is the reference times something
+            return
+        for what, values in self._reductions():
+            if " mean " not in what and (factor := self.factor(values)) is not None:
+                yield f"is wrong twice: after {what}, which is missing, it is {self.describe_factor(factor)}"
+                return
+
+    def _reduced_over_parts(self) -> Iterator[str]:
         for number in range(1, len(self.cutting) + 1):
             for over in combinations(self.cutting, number):
                 for op in ("sum", "mean"):
                     if self.equals(self.values, self.reduced(self.expected, over, op)):
                         axes = " and ".join(over)
-                        return f"is the {op} of the parts of all ranks of {axes}: reduced over what cuts it"
-        return ""
+                        yield f"is the {op} of the parts of all ranks of {axes}: reduced over what cuts it"
 
-    def _left_in(self) -> str:
-        total = self.whole.clone()
+    def _left_in(self) -> Iterator[str]:
+        total = torch.zeros_like(self.whole)
         for back, gradient in enumerate(self.earlier, 1):
             total += gradient
             steps = "that of the step before" if back == 1 else f"those of the {back} steps before"
-            if self.equals(self.values, self.parts_of(total)):
-                return f"is the reference plus {steps}: left in, not zeroed"
+            added = {rank: value - self.expected[rank] for rank, value in self.values.items()}
+            left = replace(self, whole=total.clone())
+            factor = 1.0 if left.equals(added) else left.factor(added)
+            if factor is not None and is_product(factor, self._sizes, self.microbatches):
+                times = "" if factor == 1 else f"{factor:.6g} times "
+                yield f"is the reference plus {times}{steps}: left in, not zeroed"
+                return
             if back == 1 and self.equals(self.values, self.parts_of(gradient)):
-                return "is that of the step before"
-        return ""
+                yield "is that of the step before"
 
-    def _unmoved(self) -> str:
-        if self.earlier and self.equals(self.values, self.parts_of(self.earlier[0])):
-            return "did not move in this step: no optimizer has it"
-        return ""
+    def _moved(self) -> Iterator[str]:
+        if not self.earlier:
+            return
+        before = self.parts_of(self.earlier[0])
+        moved = {rank: value - before[rank] for rank, value in self.values.items()}
+        if self.equals(self.values, before):
+            yield "did not move in this step: no optimizer has it"
+        elif (factor := replace(self, whole=self.whole - self.earlier[0]).factor(moved)) is not None:
+            yield f"moved as far as {self.describe_factor(factor)}"
 
-    def _reordered(self) -> str:
+    def _other_part(self) -> Iterator[str]:
+        for axis in self.cutting:
+            places: dict[int, list[int]] = {}
+            for rank, value in self.values.items():
+                for other in self.layout.members([axis], rank):
+                    if _is_close(value, self.expected[other], self.scale):
+                        places.setdefault(rank, []).append(self.layout.at(axis, other))
+            if len(places) < len(self.values):
+                continue
+            if same := set.intersection(*(set(each) for each in places.values())):
+                yield f"is the part of {axis} {min(same)} on all ranks of {axis}"
+            else:
+                yield f"is the part of another rank of {axis}"
+
+    def _reordered(self) -> Iterator[str]:
         if self.assembled is None or not self.whole.dim():
-            return ""
+            return
         for dim in range(self.whole.dim()):
             mine, theirs = (
                 each.movedim(dim, 0).flatten(1) if each.dim() > 1 else each[:, None]
@@ -223,11 +283,10 @@ class Suspect:
             )
             if len(mine) > 1 and _is_close(_sorted(mine), _sorted(theirs), self.scale):
                 order = f"has the reference's values along dim {dim} in another order"
-                return f"{order}: a packed weight cut whole, perhaps"
-        return ""
+                yield f"{order}: a packed weight cut whole, perhaps"
 
-    def right_at(self) -> str:
-        """Return the one coordinate at which it is right, or wrong, where replicas differ."""
+    def _right_at(self) -> Iterator[str]:
+        """Yield the one coordinate at which it is right, or wrong, where replicas differ."""
         right = {
             rank for rank, value in self.values.items() if _is_close(value, self.expected[rank], self.scale)
         }
@@ -243,19 +302,19 @@ class Suspect:
                     if len(good) == 1
                     else f"wrong at {axis} {listed(bad)}"
                 )
-                return f"is {where}: replicas differ"
+                yield f"is {where}: replicas differ"
+                return
         held_right = [self.regions[rank] for rank in right]
         if right and all(
             any(torch.equal(each, mine) for mine in held_right) for each in self.regions.values()
         ):
-            return f"is right on {ranks(sorted(right))} alone: replicas differ"
-        return ""
+            yield f"is right on {ranks(sorted(right))} alone: replicas differ"
 
     def factor(self, values: Values) -> float | None:
         """Return the one factor by which values are the reference's; None if there is none, or it is 1."""
         expected = torch.cat([self.expected[rank].reshape(-1) for rank in values])
         actual = torch.cat([value.reshape(-1) for value in values.values()])
-        if self.whole.numel() < 2:  # any number is a factor of another
+        if len(expected) < 2 or not bool(expected.any()):  # any number is a factor of another
             return None
         factor = float(actual @ expected / (expected @ expected))
         is_one = abs(factor - 1) < CLOSE
@@ -267,40 +326,11 @@ class Suspect:
 
     def describe_factor(self, factor: float) -> str:
         """Return the factor with the sizes that it may come from."""
-        return describe_factor(
-            factor, {axis: self.layout[axis] for axis in self.layout.large}, self.microbatches
-        )
+        return describe_factor(factor, self._sizes, self.microbatches)
 
-
-def describe_factor(factor: float, sizes: Mapping[str, int], microbatches: int) -> str:
-    """Return "2 times the reference: multiplied by dp or tp (2)", say."""
-    known = {**sizes, **({"the number of microbatches": microbatches} if microbatches > 1 else {})}
-    for inverse, verb in ((False, "multiplied"), (True, "divided")):
-        wanted = 1 / factor if inverse and factor else factor
-        for number in range(1, len(known) + 1):
-            found = [
-                " and ".join(names)
-                for names in combinations(known, number)
-                if abs(math.prod(known[name] for name in names) - wanted) < CLOSE * abs(wanted)
-            ]
-            if found and (inverse or wanted > 1):
-                times = f"1/{wanted:.4g} of" if inverse else f"{wanted:.4g} times"
-                return f"{times} the reference: {verb} by {either(found)} ({wanted:.4g}) once too often"
-    if abs(factor - 1) < 1e-6:
-        return f"1 {factor - 1:+.1e} times the reference: float32 somewhere, perhaps"
-    return f"{factor:.6g} times the reference"
-
-
-def either(texts: Sequence[str]) -> str:
-    return ", or ".join(texts)
-
-
-def listed(numbers: Iterable[int]) -> str:
-    return ", ".join(str(each) for each in sorted(numbers))
-
-
-def ranks(numbers: Sequence[int]) -> str:
-    return f"rank{'s' if len(numbers) > 1 else ''} {listed(numbers)}"
+    @cached_property
+    def _sizes(self) -> Mapping[str, int]:
+        return {axis: self.layout[axis] for axis in self.layout.large}
 
 
 def _is_close(actual: torch.Tensor, expected: torch.Tensor, scale: float) -> bool:

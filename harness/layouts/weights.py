@@ -6,27 +6,55 @@ counts: a lost microbatch has the weight 0, a mean of means other weights than t
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import combinations, permutations
 
 import torch
 
+from lockstep.layouts.factors import CLOSE, describe_factor, listed
 from lockstep.layouts.reference import Blocks, fit
-from lockstep.layouts.suspect import CLOSE, describe_factor, listed
+
+_MOST = 3
+"""Of the parts that a report lists by two words."""
+_MOST_PARTS = 6
+"""Of which each subset is taken from a wrong loss."""
 
 
 @dataclass(frozen=True)
 class Counting:
-    """One way to number the blocks of a batch: by microbatch, by data part, or by sequence part.
+    """One way to number the blocks of a batch: by microbatch, say, or by dp part and sequence part.
 
     Attributes:
-        what: the word for one of them, such as "microbatch".
-        labels: the number of each block.
+        sizes: how many there are of each, by the word for one of them.
+        labels: the number of each block; the last word counts first.
     """
 
-    what: str
-    count: int
+    sizes: Mapping[str, int]
     labels: torch.Tensor
+
+    @property
+    def what(self) -> str:
+        return " and ".join(self.sizes)
+
+    @property
+    def count(self) -> int:
+        return math.prod(self.sizes.values())
+
+    def describe(self, labels: Sequence[int]) -> str:
+        """Return "microbatches 0, 1 of 3", or "dp part 0 with sequence part 1", say."""
+        if len(self.sizes) == 1:
+            plural = "" if len(labels) == 1 else "es" if self.what.endswith("h") else "s"
+            return f"{self.what}{plural} {listed(labels)} of {self.count}"
+        texts = []
+        for label in labels[:_MOST]:
+            places, rest = [], label
+            for word, size in reversed(list(self.sizes.items())):
+                places.append(f"{word} {rest % size}")
+                rest //= size
+            texts.append(" with ".join(reversed(places)))
+        return ", ".join(texts) + (f" and {len(labels) - _MOST} more" if len(labels) > _MOST else "")
 
 
 @dataclass(frozen=True)
@@ -35,77 +63,102 @@ class Weighing:
 
     Attributes:
         data_axes: the axes over which rows are cut, and their sizes.
+        sizes: of all axes larger than 1.
     """
 
     blocks: Blocks
     data_axes: Mapping[str, int]
+    sizes: Mapping[str, int]
     microbatches: int
 
-    def countings(self) -> Iterator[Counting]:
-        """Yield the ways to number blocks: ranks cut rows first, or microbatches do."""
-        blocks, micro = self.blocks, self.microbatches
-        data = blocks.rows // micro
-        row = torch.arange(blocks.rows * blocks.sequence) // blocks.sequence
-        name = f"{next(iter(self.data_axes))} part" if len(self.data_axes) == 1 else "data part"
-        if micro > 1:
-            yield Counting("microbatch", micro, row % micro)
-            if data > 1:
-                yield Counting("microbatch", micro, row // data)
-        if data > 1:
-            yield Counting(name, data, row // micro)
-            if micro > 1:
-                yield Counting(name, data, row % data)
-        place = torch.arange(len(row)) % blocks.sequence
-        if data > 1 and blocks.sequence > 1:
-            for of_row in (row // micro, row % data) if micro > 1 else (row,):
-                labels = of_row * blocks.sequence + place
-                yield Counting("row and sequence part", data * blocks.sequence, labels)
-        if blocks.sequence > 1:
-            yield Counting("sequence part", blocks.sequence, place)
+    @property
+    def _number(self) -> int:
+        return self.blocks.rows * self.blocks.sequence
 
-    def explain(self, gradients: Mapping[str, torch.Tensor]) -> str:
-        """Return by which weights of blocks wrong gradients are explained, "" if by none that has a name."""
-        blocks = self.blocks
+    def countings(self) -> Iterator[list[Counting]]:
+        """Yield the ways to number blocks: by one word, by two, and so on.
+
+        Rows may be cut by the axes in any order, and by microbatches before or after ranks.
+        """
+        data = {f"{axis} part": size for axis, size in self.data_axes.items()}
+        micro = {"microbatch": self.microbatches} if self.microbatches > 1 else {}
+        sequence = {"sequence part": self.blocks.sequence} if self.blocks.sequence > 1 else {}
+        found: dict[int, dict[object, Counting]] = {}
+        for axes in permutations(data):
+            cut = {axis: data[axis] for axis in axes}
+            for sizes in ({**cut, **micro, **sequence}, {**micro, **cut, **sequence}):
+                shape = tuple(sizes.values()) or (1,)
+                places = torch.unravel_index(torch.arange(self._number), shape)
+                at = dict(zip(sizes, places, strict=False))
+                for number in range(1, len(sizes) + 1):
+                    for words in combinations(
+                        [word for word in (*data, *sequence, *micro) if word in sizes], number
+                    ):
+                        labels = torch.zeros(self._number, dtype=torch.int64)
+                        for word in words:
+                            labels = labels * sizes[word] + at[word]
+                        counting = Counting({word: sizes[word] for word in words}, labels)
+                        found.setdefault(number, {}).setdefault((words, tuple(labels.tolist())), counting)
+        for number in sorted(found):
+            yield list(found[number].values())
+
+    def explain(self, gradients: Mapping[str, torch.Tensor]) -> list[str]:
+        """Return by which weights of blocks wrong gradients are explained: all that do so alike."""
+        blocks, number = self.blocks, self._number
         if blocks.weights is None or len(blocks.weights) < 2:
-            return ""
+            return []
         found = fit({name: blocks.gradients[name] for name in gradients}, gradients)
         if found is None:
-            return ""
-        number = blocks.rows * blocks.sequence
-        of_terms = self._explain_terms(found[number:] / blocks.weights[number:])
-        ratios = found[:number] / blocks.weights[:number]
+            return []
+        ratios, of_terms = torch.tensor_split(found / blocks.weights, [number])
         if _are(ratios, 1.0):
-            return of_terms
-        if number < len(found) and not _are(found[number:] / blocks.weights[number:], 1.0):
-            return ""  # two things are wrong
-        return self._explain_blocks(found[:number], ratios)
+            return self._explain_terms(of_terms)
+        if not _are(of_terms, 1.0):
+            return []  # two things are wrong
+        for countings in self.countings():
+            texts = [text for each in countings if (text := self._mean_of_means(found[:number], each))]
+            counted = [each for counting in countings if (each := self._count(ratios, counting)) is not None]
+            # One of two parts is lost, rather than two of four.
+            fewest = min((parts for parts, _ in counted), default=0)
+            if texts := [*texts, *(text for parts, text in counted if parts == fewest)]:
+                return list(dict.fromkeys(texts))
+        return []
 
-    def _explain_terms(self, ratios: torch.Tensor) -> str:
+    def _explain_terms(self, ratios: torch.Tensor) -> list[str]:
         off = [place for place, ratio in enumerate(ratios.tolist()) if abs(ratio - 1) > CLOSE]
-        if len(off) != 1:
-            return ""
-        term, ratio = self.blocks.terms[off[0]], float(ratios[off[0]])
-        if abs(ratio) < CLOSE:
-            return f"lacks the term `{term}` of the loss"
-        times = describe_factor(ratio, self.data_axes, self.microbatches)
-        return f"has the term `{term}` of the loss as {times}"
+        return [self._term(off[0], float(ratios[off[0]]))] if len(off) == 1 else []
 
-    def _explain_blocks(self, weights: torch.Tensor, ratios: torch.Tensor) -> str:
-        for counting in self.countings():
-            of_labels = [ratios[counting.labels == each] for each in range(counting.count)]
-            known = {label: of for label, each in enumerate(of_labels) if len(of := each[~each.isnan()])}
-            if not all(_are(each, float(each[0])) for each in known.values()):
-                continue
-            values = {label: float(each[0]) for label, each in known.items()}
-            if found := _describe_counts(values, counting):
-                return found
-        return next((found for each in self.countings() if (found := self._mean_of_means(weights, each))), "")
+    def _term(self, place: int, ratio: float) -> str:
+        if abs(ratio) < CLOSE:
+            return f"lacks the term `{self.blocks.terms[place]}` of the loss"
+        times = describe_factor(ratio, self.sizes, self.microbatches)
+        return f"has the term `{self.blocks.terms[place]}` of the loss as {times}"
+
+    def _count(self, ratios: torch.Tensor, counting: Counting) -> tuple[int, str] | None:
+        """Return how many parts are lost, or count several times where the others count once, and which."""
+        values = {}
+        for label in range(counting.count):
+            known = (of := ratios[counting.labels == label])[~of.isnan()]
+            if len(known):
+                values[label] = float(known[0])
+                if not _are(known, values[label]):
+                    return None
+        lost = [label for label, value in values.items() if abs(value) < CLOSE]
+        off = [label for label, value in values.items() if abs(value - 1) > CLOSE]
+        rest = [values[label] for label in values if label not in lost]
+        if lost and rest and _are(rest, rest[0]):
+            text = f"lacks {counting.describe(lost)}"
+            if not _are(rest, 1.0):
+                text += f", and the rest is {describe_factor(rest[0], self.sizes, self.microbatches)}"
+            return len(lost), text
+        if lost or not 0 < len(off) < len(values) or not _are([values[each] for each in off], values[off[0]]):
+            return None
+        return len(off), f"counts {counting.describe(off)} {values[off[0]]:.4g} times"
 
     def _mean_of_means(self, weights: torch.Tensor, counting: Counting) -> str:
         """Return that each part counts as much as any other, where their tokens say otherwise."""
-        assert self.blocks.weights is not None, "a fit of the whole batch"
-        right = self.blocks.weights[: len(weights)].nan_to_num()
-        total = torch.zeros(counting.count, dtype=right.dtype).index_add(0, counting.labels, right)
+        right = self._right_weights
+        total = self._sums(right, counting)
         alive = int((total.abs() > CLOSE).sum())
         means = right / total.where(total != 0, 1.0)[counting.labels]
         for count in {alive, counting.count}:
@@ -116,37 +169,50 @@ class Weighing:
                 )
         return ""
 
-    def explain_loss(self, loss: float) -> str:
-        """Return which mean of means a wrong loss is, "" if it is none."""
+    @property
+    def _right_weights(self) -> torch.Tensor:
+        assert self.blocks.weights is not None, "the loss of the whole batch is a sum over parts"
+        return self.blocks.weights[: self._number].nan_to_num()
+
+    def _sums(self, values: torch.Tensor, counting: Counting) -> torch.Tensor:
+        """Return the sum over the blocks of each label."""
+        return torch.zeros(counting.count, dtype=values.dtype).index_add(0, counting.labels, values)
+
+    def explain_loss(self, loss: float) -> list[str]:
+        """Return by which parts a wrong loss is explained: all that do so alike."""
         if self.blocks.weights is None:
-            return ""
-        right = self.blocks.weights[: self.blocks.rows * self.blocks.sequence].nan_to_num()
+            return []
+        right = self._right_weights
         losses = torch.tensor(self.blocks.losses, dtype=right.dtype).nan_to_num()
-        for counting in self.countings():
-            total = torch.zeros(counting.count, dtype=right.dtype).index_add(0, counting.labels, right)
-            sums = torch.zeros_like(total).index_add(0, counting.labels, right * losses)
-            alive = total.abs() > CLOSE
-            if int(alive.sum()) > 1:
-                mean = float((sums[alive] / total[alive]).mean())
-                if abs(mean - loss) <= CLOSE * abs(loss):
-                    return f"is a mean of the means of each {counting.what}"
-        return ""
+        of_blocks, of_terms = right * losses[: self._number], losses[self._number :]
+        whole = float(of_blocks.sum() + of_terms.sum())
 
+        def fits(other: float) -> bool:
+            return abs(other - loss) <= CLOSE * abs(loss)
 
-def _describe_counts(values: Mapping[int, float], counting: Counting) -> str:
-    """Return which parts are lost, or count several times, where the others count once."""
-    off = {label: value for label, value in values.items() if abs(value - 1) > CLOSE}
-    if not 0 < len(off) < len(values):
-        return ""
-    what = (
-        counting.what if len(off) == 1 else f"{counting.what}{'es' if counting.what.endswith('h') else 's'}"
-    )
-    (first, *others) = off.values()
-    if any(abs(each - first) > CLOSE for each in others):
-        return ""
-    if abs(first) < CLOSE:
-        return f"lacks {what} {listed(off)} of {counting.count}"
-    return f"counts {what} {listed(off)} of {counting.count} {first:.4g} times"
+        products = {
+            math.prod(each)
+            for n in range(1, len(self.sizes) + 1)
+            for each in combinations(self.sizes.values(), n)
+        }
+        ratios = (0.0, *products, *(1 / each for each in products))
+        for place, term in enumerate(of_terms.tolist()):
+            if found := [self._term(place, ratio) for ratio in ratios if fits(whole + (ratio - 1) * term)]:
+                return found
+        for countings in self.countings():
+            texts = []
+            for counting in countings:
+                total, sums = self._sums(right, counting), self._sums(of_blocks, counting)
+                alive = [label for label in range(counting.count) if abs(float(total[label])) > CLOSE]
+                if len(alive) > 1 and fits(float((sums / total)[alive].mean() + of_terms.sum())):
+                    texts.append(f"is a mean of the means of each {counting.what}")
+                for number in range(1, len(alive) if len(alive) <= _MOST_PARTS else 2):
+                    for lost in combinations(alive, number):
+                        if fits(whole - float(sums[list(lost)].sum())):
+                            texts.append(f"lacks {counting.describe(lost)}")
+            if texts:
+                return list(dict.fromkeys(texts))
+        return []
 
 
 def _are(values: Sequence[float] | torch.Tensor, wanted: float) -> bool:

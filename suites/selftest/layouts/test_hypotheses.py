@@ -1,0 +1,308 @@
+"""One change of a right plan for each hypothesis of the diagnoser; changes that look alike are both named."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+
+from lockstep.layouts import Layout
+from lockstep.layouts.reference import Blocks
+from lockstep.layouts.weights import Weighing
+from suites.selftest.layouts.model import SHARDS, Plan, PlanWithNorm, PlanWithStep
+from suites.selftest.layouts.test_planted import report
+
+Change = Callable[[torch.Tensor, int], torch.Tensor]
+"""Returns a gradient changed, by itself and the rank."""
+
+
+def as_mask(gradient: torch.Tensor) -> torch.Tensor:
+    return (torch.arange(gradient.numel()) % 2).view_as(gradient).to(gradient.dtype)
+
+
+GRADIENTS: dict[str, tuple[Change, str]] = {
+    "max": (
+        lambda g, rank: g - (as_mask(g) if rank else 1 - as_mask(g)),
+        "equals the reference after a max over dp: that reduction is missing",
+    ),
+    "mean": (
+        lambda g, rank: g + (1 - 2 * rank) * as_mask(g),
+        "equals the reference after a mean over dp: that reduction is missing",
+    ),
+    "sum of shares": (
+        lambda g, rank: g * (0.25 + 0.5 * rank),
+        "equals the reference after a sum over dp: that reduction is missing, or "
+        "is 0.25 times the reference on rank 0, 0.75 times the reference on rank 1",
+    ),
+    "factors": (
+        lambda g, rank: g * (2 + rank),
+        "is 2 times the reference on rank 0, 3 times the reference on rank 1",
+    ),
+    "zero at 1": (
+        lambda g, rank: g * (1 - rank),
+        "equals the reference after a sum over dp: that reduction is missing, or "
+        "is right at dp 0 alone: replicas differ",
+    ),
+    "zero": (lambda g, rank: g * 0, "is zero on all ranks"),
+    "rows": (
+        lambda g, rank: g.flip(0),
+        "has the reference's values along dim 0 in another order: a packed weight cut whole, perhaps",
+    ),
+    "noise": (
+        lambda g, rank: g + as_mask(g) * 1e-3,
+        "differs; no single reduction, factor or part explains it",
+    ),
+    "noise by rank": (
+        lambda g, rank: g + as_mask(g) * 1e-3 * (1 + rank),
+        "differs; no single reduction, factor or part explains it",
+    ),
+}
+
+
+class Changed(Plan):
+    """A plan that changes a gradient after all reductions."""
+
+    def reduce(self) -> None:
+        super().reduce()
+        for name, each in self.model.named_parameters():
+            if name == "out.weight":
+                each.grad = self.change(each.grad)
+
+    def change(self, gradient: torch.Tensor) -> torch.Tensor:
+        return GRADIENTS[self.bug][0](gradient, self.layout.rank)
+
+
+@pytest.mark.parametrize("bug", GRADIENTS)
+@pytest.mark.layouts(dp=(1, 2))
+def test_a_changed_gradient_is_explained(layout: Layout, bug: str) -> None:
+    lines = report(layout, bug, Changed)
+    assert f"gradient of `out.weight` {GRADIENTS[bug][1]}" in lines, lines
+
+
+class OfOnePart(Plan):
+    """A plan in which all tp ranks have the gradient of the first one's part."""
+
+    def reduce(self) -> None:
+        super().reduce()
+        torch.distributed.broadcast(self.model.up.weight.grad, 0)
+
+
+@pytest.mark.layouts(tp=(1, 2))
+def test_the_part_of_another_rank_is_named(layout: Layout) -> None:
+    lines = report(layout, "", OfOnePart)
+    assert lines[1] == "gradient of `up.weight` is the part of tp 0 on all ranks of tp"
+
+
+class LeftInReduced(Plan):
+    """A plan that adds local gradients to reduced ones of the step before, and reduces both."""
+
+    def reduce(self) -> None:
+        for name, each in self.model.named_parameters():
+            each.grad += self.kept.get(name, 0)
+        super().reduce()
+        self.kept = {name: each.grad.clone() for name, each in self.model.named_parameters()}
+
+
+@pytest.mark.layouts(dp=(1, 2))
+def test_a_gradient_left_in_before_a_reduction_is_named(layout: Layout) -> None:
+    lines = report(layout, "", LeftInReduced)
+    times = "is the reference plus 2 times that of the step before: left in, not zeroed"
+    assert lines[1] == f"gradient of `head.bias` (and 9 more of 10) {times}"
+
+
+class FastPlan(PlanWithStep):
+    def __init__(self, model: torch.nn.Module, layout: Layout, bug: str = "") -> None:
+        super().__init__(model, layout, bug)
+        self.optimizer = torch.optim.SGD(self.model.parameters(), 0.02, 0.9)
+
+
+@pytest.mark.layouts(dp=(1, 2))
+def test_a_parameter_that_moves_too_far_is_named(layout: Layout) -> None:
+    lines = report(layout, "", FastPlan)
+    assert lines[1].startswith("parameter of `head.bias` (and 9 more of 10) moved as far as 2 times the"), (
+        lines
+    )
+
+
+class TwoBugs(Plan):
+    """A plan of which gradients lack a sum and have a factor."""
+
+    def reduce(self) -> None:
+        for each in self.model.parameters():
+            each.grad *= 3
+
+
+@pytest.mark.layouts(dp=(1, 2))
+def test_a_missing_sum_and_a_factor_are_both_named(layout: Layout) -> None:
+    cause = "is wrong twice: after a sum over dp, which is missing, it is 3 times the reference"
+    assert report(layout, "", TwoBugs)[1] == f"gradient of `head.bias` (and 9 more of 10) {cause}"
+
+
+class WithLoss(Plan):
+    """A plan whose gradients are right, and its loss is not."""
+
+    def __call__(self, batch: dict[str, torch.Tensor], microbatches: int) -> torch.Tensor:
+        found = super().__call__(batch, microbatches)
+        if self.bug == "loss doubled":
+            return found * 2
+        return found * (self.layout.rank == 1)
+
+
+@pytest.mark.parametrize(
+    ("bug", "cause"),
+    [
+        ("loss doubled", "loss is 2 times the reference: multiplied by dp (2) once too often (5.97244, "),
+        (
+            "loss of one",
+            "loss equals the reference after a sum over dp: that reduction is missing, or "
+            "is right on rank 1 alone",
+        ),
+    ],
+)
+@pytest.mark.layouts(dp=(1, 2))
+def test_a_wrong_loss_is_explained(layout: Layout, bug: str, cause: str) -> None:
+    lines = report(layout, bug, WithLoss)
+    assert lines[1].startswith(cause), lines
+    assert len(lines) == 2
+
+
+# Least squares over parts, without ranks
+
+
+def weighing(rows: int, sequence: int = 1, microbatches: int = 1, **axes: int) -> Weighing:
+    """Return blocks of random gradients that have unequal weights in the whole batch."""
+    generator = torch.Generator().manual_seed(0)
+    number = rows * sequence
+    weights = torch.rand(number, generator=generator, dtype=torch.float64) + 0.5
+    weights /= weights.sum()
+    found = torch.randn(number, 40, generator=generator, dtype=torch.float64)
+    losses = tuple(torch.rand(number, generator=generator, dtype=torch.float64).tolist())
+    blocks = Blocks(rows, sequence, (), losses, {"w": found}, {"w": weights @ found})
+    return Weighing(blocks, axes, {**axes, **({"cp": sequence} if sequence > 1 else {})}, microbatches)
+
+
+def explained(of: Weighing, ratios: torch.Tensor) -> list[str]:
+    """Return how a gradient is explained in which each block counts so many times."""
+    assert of.blocks.weights is not None
+    return of.explain({"w": (of.blocks.weights * ratios) @ of.blocks.gradients["w"]})
+
+
+def kept(number: int, *lost: int) -> torch.Tensor:
+    return torch.ones(number, dtype=torch.float64).index_fill(0, torch.tensor(lost), 0.0)
+
+
+def test_a_lost_part_of_two_axes_of_one_size_is_that_of_either() -> None:
+    of = weighing(4, dp=2, fsdp=2)
+    assert explained(of, kept(4, 2, 3)) == ["lacks dp part 1 of 2", "lacks fsdp part 1 of 2"]
+    assert explained(of, kept(4, 3)) == ["lacks dp part 1 with fsdp part 1"]
+
+
+def test_a_lost_part_of_axes_of_two_sizes_is_named() -> None:
+    of = weighing(8, dp=2, fsdp=4)
+    assert explained(of, kept(8, 4, 5, 6, 7)) == ["lacks dp part 1 of 2"]
+    assert explained(of, kept(8, 1, 5)) == ["lacks fsdp part 1 of 4"]
+
+
+def test_lost_microbatches_of_one_rank_are_named() -> None:
+    of = weighing(6, microbatches=3, dp=2)
+    # Ranks may cut their microbatches, or each microbatch may be cut over ranks.
+    both = ["lacks dp part 1 with microbatch 0", "lacks dp part 1 with microbatch 1"]
+    assert explained(of, kept(6, 3)) == both
+    assert explained(of, kept(6, 0, 3)) == ["lacks microbatch 0 of 3"]
+    assert explained(of, kept(6, 0, 1, 3, 4) * 3) == [
+        "lacks microbatches 0, 1 of 3, and the rest is 3 times the reference: multiplied by the number of "
+        "microbatches (3) once too often"
+    ]
+
+
+def test_a_mean_over_ranks_and_microbatches_is_named() -> None:
+    of = weighing(6, microbatches=3, dp=2)
+    assert of.blocks.weights is not None
+    (found,) = explained(of, 1 / (6 * of.blocks.weights))
+    assert found.startswith("is a mean of the means of each dp part and microbatch: they count alike")
+
+
+def test_parts_that_count_at_random_are_not_named() -> None:
+    of = weighing(4, sequence=2, dp=4)
+    assert explained(of, torch.rand(8, generator=torch.Generator().manual_seed(1), dtype=torch.float64)) == []
+
+
+def test_a_loss_without_a_part_is_named() -> None:
+    of = weighing(6, microbatches=3, dp=2)
+    assert of.blocks.weights is not None
+    shares = of.blocks.weights * torch.tensor(of.blocks.losses, dtype=torch.float64)
+    assert of.explain_loss(float(shares[:3].sum())) == ["lacks dp part 1 of 2"]
+    assert of.explain_loss(float(shares[[0, 3]].sum())) == ["lacks microbatches 1, 2 of 3"]
+    assert of.explain_loss(float(shares.sum()) * 1.01) == []
+
+
+class WithNorm(PlanWithNorm):
+    """A plan with a norm that is wrong in one of several ways."""
+
+    def grad_norm(self) -> torch.Tensor:
+        cut, whole = 0.0, 0.0
+        for name, each in self.model.named_parameters():
+            square = each.grad.square().sum()
+            if self.bug == "one alone" and name == "down.weight" and self.layout["tp"] > 1:
+                whole += square
+            elif SHARDS.rule(name):
+                cut += square
+            else:
+                whole += square
+        if self.bug == "norms" and self.layout["tp"] > 1:
+            total = (cut + whole).sqrt()
+            torch.distributed.all_reduce(total, group=self.layout.group("tp"))
+            return total
+        if self.layout["tp"] > 1:
+            torch.distributed.all_reduce(cut, group=self.layout.group("tp"))
+        total = cut + whole
+        if self.bug == "all ranks":
+            torch.distributed.all_reduce(total := whole.clone())
+            total = total + cut
+        return total if self.bug == "no root" else total.sqrt()
+
+
+NORMS = {
+    "norms": "is a sum over tp of norms, not the root of a sum of squares",
+    "no root": "is a sum of squares, without the root",
+    "one alone": "lacks a sum over tp of `down.weight`",
+}
+
+
+@pytest.mark.parametrize("bug", NORMS)
+@pytest.mark.layouts(tp=(1, 2))
+def test_a_wrong_norm_is_explained(layout: Layout, bug: str) -> None:
+    lines = report(layout, bug, WithNorm)
+    assert lines[1].startswith(f"total norm {NORMS[bug]} ("), lines
+
+
+class WithHalfGradients(PlanWithNorm):
+    """A plan of which gradients are half as large, too."""
+
+    def reduce(self) -> None:
+        super().reduce()
+        for each in self.model.parameters():
+            each.grad /= 2
+
+
+@pytest.mark.parametrize(
+    ("bug", "cause"),
+    [
+        ("norm omits", "leaves out `embed.weight`"),
+        ("norm of this rank", "lacks a sum over tp"),
+        ("", "is that of the gradients that the ranks hold"),
+    ],
+)
+@pytest.mark.layouts(tp=(1, 2))
+def test_the_norm_of_wrong_gradients_is_explained(layout: Layout, bug: str, cause: str) -> None:
+    lines = report(layout, bug, WithHalfGradients)
+    assert lines[1].endswith("is 1/2 of the reference: divided by tp (2) once too often"), lines
+    assert lines[2].startswith(f"total norm {cause} ("), lines
+
+
+@pytest.mark.layouts(dp=(2,), tp=(2,))
+def test_a_norm_that_counts_replicas_names_the_axes_that_have_them(layout: Layout) -> None:
+    lines = report(layout, "all ranks", WithNorm)
+    assert "counts what is replicated over tp (5 of 10), " not in lines[1]
+    assert "4 times" in lines[1], lines
