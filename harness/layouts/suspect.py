@@ -21,6 +21,8 @@ from lockstep.layouts.shards import PADDING, take
 Values = Mapping[int, torch.Tensor]
 """A tensor by rank."""
 
+Hypothesis = Callable[[], Iterator[str]]
+
 _REDUCTIONS: Mapping[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "sum": lambda stacked: stacked.sum(0),
     "mean": lambda stacked: stacked.mean(0),
@@ -155,7 +157,7 @@ class Suspect:
             return ["is zero on all ranks"]
         single = (self._scaled, self._scaled_by_rank, self._right_at, self._other_part)
         if self.kind == "parameter":
-            kinds = ((*single, self._moved), (self._reordered,))
+            kinds: tuple[tuple[Hypothesis, ...], ...] = ((*single, self._moved), (self._reordered,))
         else:
             of_gradient = (self._unreduced, self._reduced_over_parts, self._left_in)
             kinds = ((*of_gradient, *single), (self._unreduced_and_scaled, self._reordered))
