@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from lockstep.layouts.reference import Reference, Tensors
+from lockstep.layouts.reference import Reference, Step, Tensors
 from lockstep.layouts.shards import take
 
 TOLERANCE = 1e-12
@@ -75,7 +75,10 @@ class Moment:
 
     def whole(self, reference: Reference) -> Tensors:
         """Return the unsharded tensors of this moment."""
-        step = reference.steps[self.step]
+        return self.of_step(reference.steps[self.step])
+
+    def of_step(self, step: Step) -> Tensors:
+        """Return the tensors of this moment in a step."""
         if self.kind == "gradient":
             return step.gradients
         return step.before if self.title.startswith("before") else step.after

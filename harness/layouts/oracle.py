@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
 from typing import Any, Protocol
 
 import torch
@@ -21,7 +22,17 @@ from lockstep.layouts.diagnosis import Failure, describe
 from lockstep.layouts.layout import DATA_AXES, Layout
 from lockstep.layouts.moment import Held, Moment, is_wrong
 from lockstep.layouts.parting import Trace
-from lockstep.layouts.reference import Batches, Loss, Reference, Task, Tensors, reference_of
+from lockstep.layouts.reference import (
+    Batches,
+    Loss,
+    Reference,
+    Task,
+    Tensors,
+    of_parts,
+    reference_of,
+    takes_parts,
+)
+from lockstep.layouts.rounding import excess, in_dtype
 from lockstep.layouts.shards import ShardMap, region_of
 from lockstep.recorders.tensors import local_part, short
 
@@ -57,7 +68,7 @@ class PlainTrainer:
         axes = [axis for axis in DATA_AXES if self.layout.sizes.get(axis, 1) > 1]
         mine, total = part_of(batch, *self.layout.part(axes)), torch.zeros((), dtype=torch.float64)
         for index in range(microbatches):
-            loss = self.loss(self.model, part_of(mine, index, microbatches)) / microbatches
+            loss = of_parts(self.loss, self.model, part_of(mine, index, microbatches)) / microbatches
             loss.backward()  # type: ignore[no-untyped-call]
             total = total + local_part(loss.detach())
         if axes:
@@ -77,6 +88,7 @@ def assert_same_as_unsharded(
     optimizer: MakeOptimizer = sgd_with_momentum,
     parts: KeepPart | None = None,
     terms: Mapping[str, Loss] | None = None,
+    dtype: torch.dtype = torch.float64,
 ) -> list[str]:
     """Assert that a sharded model trains as the unsharded one does, in float64. Every rank must call it.
 
@@ -89,12 +101,17 @@ def assert_same_as_unsharded(
         parallelize: returns the `Trainer` of the model, which it may change, on this rank; or a bare module,
             for which `loss` is called with this rank's rows, and the mean over ranks taken.
         batches: the whole batch of each step.
-        loss: the loss of the model on a batch.
+        loss: the loss of the model on a batch. One that is no sum over parts of it, as with an auxiliary loss
+            by rank or batch norm, has a third parameter `parts`: a tuple of the microbatches of all ranks,
+            those of one rank together, of which it returns what the plan computes.
         shards: the cuts of plain parameters.
         microbatches: how many the trainer runs in each step.
         optimizer: makes that of both models from their parameters.
         parts: keeps a sequence part of a batch, as `keep_labels` does: for diagnoses of axis cp.
-        terms: parts of the loss that are functions of the whole batch alone, such as auxiliary ones, by name.
+        terms: parts of the loss that are functions of the whole batch alone, such as auxiliary ones, by name;
+            they may have a parameter `parts`, too.
+        dtype: in which the plan runs once more when it holds in float64, against a tolerance that is
+            estimated from the unsharded model: see `lockstep.layouts.rounding`.
 
     Returns:
         Notes, such as that a gradient was Partial and had to be reduced.
@@ -109,7 +126,8 @@ def assert_same_as_unsharded(
     data = math.prod(layout.sizes.get(axis, 1) for axis in DATA_AXES)
     refuse(batches, microbatches, data)
     named = tuple((terms or {}).items())
-    reference = reference_of(Task(build, loss, optimizer, Batches(batches), parts, named))
+    cuts = tuple((data, each) for each in microbatches) if takes_parts(loss) else ()
+    reference = reference_of(Task(build, loss, optimizer, Batches(batches), parts, named, cuts))
     _refuse_rules(shards, reference)
     reference.refuse_dead_parts(data, layout["cp"] if parts is not None else 1)
     reference.refuse_dead_experts(shards)
@@ -119,12 +137,14 @@ def assert_same_as_unsharded(
             raise ValueError(f"build() gives `{name}` other values at its second call: seed it")
     del model
 
-    def train(batches: Sequence[Batch], trace: Trace | None = None) -> _ShardedRun:
-        trainer = parallelize(build(), layout)
+    def train(
+        batches: Sequence[Batch], trace: Trace | None = None, dtype: torch.dtype = torch.float64
+    ) -> _ShardedRun:
+        trainer = parallelize(build().to(dtype), layout)
         if isinstance(trainer, nn.Module):
             trainer = PlainTrainer(trainer, loss, layout)
         _refuse_trainer(trainer)
-        run = _ShardedRun(trainer, reference, shards, layout)
+        run = _ShardedRun(trainer, reference, shards, layout, dtype)
         run.train(batches, microbatches, optimizer, trace)
         return run
 
@@ -136,12 +156,14 @@ def assert_same_as_unsharded(
                 train(batches[: wrong.step + 1], trace := Trace())
                 traced = trace.joined()
         run.fail(wrong, microbatches[wrong.step], traced)
+    if dtype != torch.float64:
+        train([in_dtype(each, dtype) for each in batches], dtype=dtype).assert_close()
     return run.notes
 
 
 def _refuse_rules(shards: ShardMap, reference: Reference) -> None:
     for pattern in shards.rules:
-        if not any(ShardMap({pattern: shards.rules[pattern]}).rule(name) for name in reference.names):
+        if not any(fnmatchcase(name, pattern) for name in (*reference.names, *reference.tied)):
             raise ValueError(
                 f"the shard map's entry {pattern!r} matches no parameter: {', '.join(reference.names)}"
             )
@@ -163,6 +185,7 @@ class _ShardedRun:
     reference: Reference
     shards: ShardMap
     layout: Layout
+    dtype: torch.dtype = torch.float64
     moments: list[Moment] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
     _regions: dict[tuple[object, ...], torch.Tensor] = field(default_factory=dict)
@@ -180,7 +203,8 @@ class _ShardedRun:
         start = self._moment(0, "before step 0", "parameter", self._parameters())
         self._complain_of_dtypes(start)
         step_alone = getattr(trainer, "step", None)
-        optimizer = None if step_alone else make(model.parameters())
+        # A stage may have no parameters.
+        optimizer = None if step_alone or not list(model.parameters()) else make(model.parameters())
         for step, (batch, micro) in enumerate(zip(batches, microbatches, strict=False)):
             if optimizer is not None:
                 optimizer.zero_grad()
@@ -192,7 +216,10 @@ class _ShardedRun:
             norm = trainer.grad_norm() if hasattr(trainer, "grad_norm") else None
             moment = self._moment(step, f"step {step}", "gradient", self._gradients())
             moment.loss, moment.norm = self._number(loss, "loss", moment), self._number(norm, "norm", moment)
-            (step_alone or optimizer.step)()  # type: ignore[union-attr]
+            if step_alone is not None:
+                step_alone()
+            elif optimizer is not None:
+                optimizer.step()
             self._moment(step, f"after step {step}", "parameter", self._parameters())
 
     def first_wrong(self) -> Moment | None:
@@ -204,7 +231,7 @@ class _ShardedRun:
         __tracebackhide__ = True
         wrong = (place for place, moment in enumerate(self.moments) if self._is_wrong(moment))
         first = next(wrong, _NEVER)
-        has_loss = any(moment.loss is not None for moment in self.moments)
+        has_loss = any(moment.loss is not None or moment.complaints for moment in self.moments)
         present = [name in self._names for name in self.reference.names]
         agreed = largest(torch.tensor([-first, has_loss, *present], dtype=torch.int64), None).tolist()
         missing = [name for name, has in zip(self.reference.names, agreed[2:], strict=True) if not has]
@@ -216,6 +243,15 @@ class _ShardedRun:
         if not agreed[1]:
             raise AssertionError(f"{title}: the trainer returns the loss on no rank")
         return None if -agreed[0] == _NEVER else self.moments[-agreed[0]]
+
+    def assert_close(self) -> None:
+        """Fail on every rank where a value is off by more than its dtype explains; float64 held."""
+        __tracebackhide__ = True
+        found = gathered(excess(self.moments, self.reference, self.dtype)).values()
+        first = min(found, key=lambda each: (each[0], -each[1]))
+        if first[2]:
+            title = f"{self.layout.name} holds in float64, and is not the unsharded model in"
+            raise AssertionError(f"{title} {short(self.dtype)}:\n  {first[2]}")
 
     def fail(self, wrong: Moment, microbatches: int, traced: tuple[Tensors, Tensors] | None) -> None:
         """Raise the report on a moment, the same on every rank."""
@@ -251,7 +287,8 @@ class _ShardedRun:
         moment = Moment(step, title, kind)
         self.moments.append(moment)
         wholes = moment.whole(self.reference)
-        for name, own, parameter, value in tensors:
+        for given, own, parameter, value in tensors:
+            name = self.reference.tied.get(given, given)
             if name not in self.reference.names:
                 by = "" if name == own else f" (`{name}` by the shard map)"
                 moment.complaints.append(f"`{own}`{by} is no parameter of the unsharded model: rename it")
@@ -259,7 +296,7 @@ class _ShardedRun:
             self._names.add(name)
             if name not in wholes:
                 continue  # a frozen one has no gradient
-            region = self._region(name, parameter if value is None else value, wholes[name].shape, own)
+            region = self._region(given, parameter if value is None else value, wholes[name].shape, own)
             held = Held(
                 name, own, region, None if value is None else local_part(value).detach().cpu().clone()
             )
@@ -303,12 +340,23 @@ class _ShardedRun:
         """Return a loss or a norm as a number; complain where it has fewer digits than float64."""
         if isinstance(value, DTensor):
             value = value.full_tensor()
-        if isinstance(value, torch.Tensor) and value.dtype != torch.float64:
+        if isinstance(value, torch.Tensor) and value.numel() != 1:
+            moment.complaints.append(f"the {what} has the shape {list(value.shape)}: return one number")
+            return None
+        if isinstance(value, torch.Tensor) and value.dtype != self.dtype == torch.float64:
             moment.complaints.append(f"the {what} is {short(value.dtype)}: compute it in float64")
         return None if value is None else float(value.detach() if isinstance(value, torch.Tensor) else value)
 
     def _complain_of_dtypes(self, moment: Moment) -> None:
         model = self.trainer.model
+        if self.dtype != torch.float64:
+            if all(each.dtype != self.dtype for each in model.parameters()) and any(
+                True for _ in model.parameters()
+            ):
+                moment.complaints.append(
+                    f"no parameter is {short(self.dtype)}: keep the dtype of the model given"
+                )
+            return
         for kind, named in (("parameter", model.named_parameters()), ("buffer", model.named_buffers())):
             for own, each in named:
                 if each.is_floating_point() and each.dtype != torch.float64:

@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import functools
 import hashlib
+import inspect
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -21,7 +22,8 @@ from lockstep.layouts.parting import Trace
 from lockstep.layouts.shards import ShardMap
 from lockstep.recorders.tensors import named_tensors, short
 
-Loss = Callable[[nn.Module, Batch], torch.Tensor]
+Loss = Callable[..., torch.Tensor]
+"""Of a model and a batch; with a parameter `parts` also of the microbatches of all ranks."""
 Tensors = dict[str, torch.Tensor]
 
 
@@ -50,6 +52,8 @@ class Task:
     Attributes:
         parts: keeps a sequence part of a batch.
         terms: auxiliary terms of the loss by name, each a function of the whole batch.
+        cuts: of each step, over how many ranks and in how many microbatches the rows are cut; empty where the
+            loss does not ask for it.
     """
 
     build: Callable[[], nn.Module]
@@ -58,6 +62,24 @@ class Task:
     batches: Batches
     parts: KeepPart | None = None
     terms: tuple[tuple[str, Loss], ...] = ()
+    cuts: tuple[tuple[int, int], ...] = ()
+
+    def run(self, loss: Loss, model: nn.Module, step: int, batch: Batch) -> torch.Tensor:
+        """Return the loss, or a term of it, of the batch of a step."""
+        return of_parts(loss, model, batch, *(self.cuts[step] if self.cuts else (1, 1)))
+
+
+def takes_parts(loss: Loss) -> bool:
+    return "parts" in inspect.signature(loss).parameters
+
+
+def of_parts(loss: Loss, model: nn.Module, batch: Batch, data: int = 1, micro: int = 1) -> torch.Tensor:
+    """Return the loss of a batch that so many ranks cut, and each of them in so many microbatches."""
+    if not takes_parts(loss):
+        return loss(model, batch)
+    of_ranks = (part_of(batch, index, data) for index in range(data))
+    parts = tuple(part_of(each, index, micro) for each in of_ranks for index in range(micro))
+    return loss(model, batch, parts=parts)
 
 
 @dataclass
@@ -67,8 +89,8 @@ class Step:
     before: Tensors
     loss: float
     gradients: Tensors
-    norm: float = 0.0
-    after: Tensors = field(default_factory=dict)
+    norm: float
+    after: Tensors
 
 
 @dataclass(frozen=True)
@@ -102,34 +124,22 @@ class Reference:
 
     Attributes:
         steps: in order.
-        largest: the largest absolute value of each parameter and gradient by step, for tolerances.
+        names: of parameters, those of tied ones once.
+        tied: the other names of tied ones, each with the one of `names`.
 
     Raises:
         ValueError: nothing could be concluded from a comparison with it: the message says why.
     """
 
     def __init__(self, task: Task) -> None:
-        self._task = task
+        self.task = task
         model = task.build()
         self._refuse_dtypes(model)
-        self.steps: list[Step] = []
-        optimizer = task.optimizer(model.parameters())
-        for batch in task.batches.of_steps:
-            optimizer.zero_grad()
-            before = _copies(model)
-            loss = task.loss(model, batch)
-            loss.backward()  # type: ignore[no-untyped-call]
-            gradients = {
-                name: torch.zeros_like(each) if each.grad is None else each.grad.detach().clone()
-                for name, each in model.named_parameters()
-                if each.requires_grad
-            }
-            step = Step(before, float(loss.detach()), gradients)
-            step.norm = float(torch.stack([each.norm() for each in gradients.values()]).norm())
-            optimizer.step()
-            step.after = _copies(model)
-            self.steps.append(step)
+        self.steps = train(task, model, task.batches.of_steps)
         self.names = tuple(self.steps[0].before)
+        named = dict(model.named_parameters(remove_duplicate=False))
+        first = {id(each): name for name, each in reversed(named.items())}
+        self.tied = {name: first[id(each)] for name, each in named.items() if first[id(each)] != name}
         self._refuse_dead_tensors()
         self._blocks: dict[tuple[int, int, int], Blocks] = {}
         self._are_moving: set[int] = set()
@@ -142,13 +152,13 @@ class Reference:
     @property
     def has_parts(self) -> bool:
         """Whether a batch can be cut into sequence parts."""
-        return self._task.parts is not None
+        return self.task.parts is not None
 
     def trace(self, step: int) -> Trace:
         """Return what the modules compute in a step."""
         trace, model = Trace(), self._model_of(step)
         with trace.record(model):
-            self._task.loss(model, self._task.batches.of_steps[step]).backward()  # type: ignore[no-untyped-call]
+            self.task.run(self.task.loss, model, step, self.task.batches.of_steps[step]).backward()  # type: ignore[no-untyped-call]
         return trace
 
     def blocks(self, step: int, rows: int, sequence: int = 1) -> Blocks:
@@ -221,14 +231,14 @@ class Reference:
 
     def _model_of(self, step: int) -> nn.Module:
         """Return the unsharded model as it was before a step."""
-        model = self._task.build()
+        model = self.task.build()
         with torch.no_grad():
             for name, parameter in model.named_parameters():
                 parameter.copy_(self.steps[step].before[name])
         return model
 
     def _make_blocks(self, step: int, rows: int, sequence: int) -> Blocks:
-        task, batch = self._task, self._task.batches.of_steps[step]
+        task, batch = self.task, self.task.batches.of_steps[step]
         model = self._model_of(step)
         losses, found = [], []
         for index in range(rows * sequence):
@@ -236,17 +246,38 @@ class Reference:
             if sequence > 1:
                 assert task.parts is not None, "sequence parts are asked for where there is a function"
                 kept = task.parts(kept, index % sequence, sequence)
-            loss = task.loss(model, kept)
+            loss = of_parts(task.loss, model, kept)
             for _, each in task.terms:
-                loss = loss - each(model, kept)
+                loss = loss - of_parts(each, model, kept)
             losses.append(float(loss.detach()))
             found.append(_gradients(model, loss))
         for _, each in task.terms:
-            losses.append(float((term := each(model, batch)).detach()))
+            losses.append(float((term := task.run(each, model, step, batch)).detach()))
             found.append(_gradients(model, term))
         gradients = {name: torch.stack([each[name] for each in found]) for name in found[0]}
         terms = tuple(name for name, _ in task.terms)
         return Blocks(rows, sequence, terms, tuple(losses), gradients, self.steps[step].gradients)
+
+
+def train(task: Task, model: nn.Module, batches: Sequence[Batch]) -> list[Step]:
+    """Train an unsharded model, and return its steps, in float64 whatever its dtype is."""
+    steps, optimizer = [], task.optimizer(model.parameters())
+    for number, batch in enumerate(batches):
+        optimizer.zero_grad()
+        before = _copies(model)
+        loss = task.run(task.loss, model, number, batch)
+        loss.backward()  # type: ignore[no-untyped-call]
+        gradients = {
+            name: torch.zeros_like(each).double()
+            if each.grad is None
+            else each.grad.detach().clone().double()
+            for name, each in model.named_parameters()
+            if each.requires_grad
+        }
+        norm = float(torch.stack([each.norm() for each in gradients.values()]).norm())
+        optimizer.step()
+        steps.append(Step(before, float(loss.detach()), gradients, norm, _copies(model)))
+    return steps
 
 
 def fit(gradients: Mapping[str, torch.Tensor], target: Mapping[str, torch.Tensor]) -> torch.Tensor | None:
@@ -289,7 +320,7 @@ def _gradients(model: nn.Module, loss: torch.Tensor) -> Tensors:
 
 
 def _copies(model: nn.Module) -> Tensors:
-    return {name: each.detach().clone() for name, each in model.named_parameters()}
+    return {name: each.detach().clone().double() for name, each in model.named_parameters()}
 
 
 @functools.lru_cache(maxsize=8)

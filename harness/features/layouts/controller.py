@@ -74,7 +74,8 @@ class Layouts:
     def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
         """Say of each test how many layouts held, and the smallest that failed."""
         if not hasattr(self._config, "workerinput"):
-            for line in _lines(terminalreporter.stats):
+            selected = self._config.getoption("layouts") is not None
+            for line in _lines(terminalreporter.stats, 1 if selected else 2):
                 terminalreporter.write_line(line)
 
 
@@ -98,7 +99,8 @@ def _size(name: str) -> tuple[int, int]:
     return math.prod(sizes), len(sizes)
 
 
-def _lines(stats: dict[str, list[Any]]) -> Iterator[str]:
+def _lines(stats: dict[str, list[Any]], least: int) -> Iterator[str]:
+    """Yield the line on each test that ran on so many layouts: of a single one its verdict says it."""
     found: dict[str, dict[str, str]] = {}
     for kind, reports in stats.items():
         for report in reports:
@@ -109,7 +111,7 @@ def _lines(stats: dict[str, list[Any]]) -> Iterator[str]:
                     if of_test.get(layout) not in ("failed", "error"):
                         of_test[layout] = "failed" if kind == "error" else kind
     for test, of_test in found.items():
-        if len(of_test) == 1:  # its verdict says it
+        if len(of_test) < least:
             continue
         counts = {
             kind: [name for name, each in of_test.items() if each == kind]

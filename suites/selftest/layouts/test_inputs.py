@@ -11,7 +11,7 @@ from torch import nn
 
 from lockstep.features.layouts.mark import MarkError, contains, parse_mark
 from lockstep.layouts import Layout, Sharded, ShardMap, assert_same_as_unsharded, witness_batches
-from suites.selftest.layouts.model import SHARDS, VOCAB, Block, Plan, build, loss
+from suites.selftest.layouts.model import SHARDS, VOCAB, Block, Plan, build, loss, plan_with
 
 BATCHES = witness_batches(VOCAB)
 
@@ -48,6 +48,12 @@ def in_float32() -> nn.Module:
     return build().float()
 
 
+def with_float32_buffer() -> nn.Module:
+    model = build()
+    model.register_buffer("scale", torch.ones(1))
+    return model
+
+
 def frozen() -> nn.Module:
     return build().requires_grad_(False)
 
@@ -81,6 +87,10 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         "`unused` of the reference has no gradient, or zeros, in all",
     ),
     "float32": ({"build": in_float32}, r"`embed.weight` of the reference is float32: build it in float64"),
+    "float32 buffer": (
+        {"build": with_float32_buffer},
+        "`scale` of the reference is float32: build it in float64",
+    ),
     "frozen": ({"build": frozen}, "build.. returns a model without a parameter to train"),
     "stuck": ({"optimizer": stuck}, "`embed.weight` of the reference does not move in 3 steps"),
     "unseeded": (
@@ -113,6 +123,40 @@ def test_what_is_no_trainer_is_refused(layout: Layout) -> None:
         TypeError, match=r"parallelize\(\) returns tuple: return a module, or a trainer with a mod"
     ):
         assert_same_as_unsharded(layout, build, lambda model, layout: (model, layout), BATCHES, loss)
+
+
+class WithoutLoss(Plan):
+    """A plan that returns something else than a loss."""
+
+    def __call__(self, batch: dict[str, torch.Tensor], microbatches: int) -> Any:
+        total = super().__call__(batch, microbatches)
+        return None if self.bug == "none" else total.expand(2)
+
+
+@pytest.mark.parametrize(
+    ("bug", "message"),
+    [
+        ("none", "dp2 is not the unsharded model: the trainer returns the loss on no rank"),
+        ("two", r"the loss has the shape \[2\]: return one number \(ranks 0, 1\)"),
+    ],
+)
+@pytest.mark.layouts(dp=(1, 2))
+def test_a_trainer_without_a_loss_is_refused(layout: Layout, bug: str, message: str) -> None:
+    with pytest.raises(AssertionError, match=message):
+        assert_same_as_unsharded(layout, build, plan_with(bug, WithoutLoss), BATCHES, loss, shards=SHARDS)
+
+
+@pytest.mark.layouts(dp=(1, 2))
+def test_a_plan_with_a_float32_parameter_is_refused(layout: Layout) -> None:
+    class Lowered(Plan):
+        def mutate(self) -> None:
+            self.model.head.float().register_forward_pre_hook(lambda _, args: args[0].float())
+
+    with pytest.raises(AssertionError) as caught:
+        assert_same_as_unsharded(layout, build, Lowered, BATCHES, loss, shards=SHARDS)
+    lines = str(caught.value).splitlines()
+    assert lines[0] == "dp2 is not the unsharded model (before step 0):"
+    assert lines[1] == "  parameter `head.weight` is float32: keep it in float64 (ranks 0, 1)"
 
 
 @pytest.mark.parametrize(

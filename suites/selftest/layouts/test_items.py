@@ -62,6 +62,12 @@ def test_options_select_layouts_and_run_all(project: Project) -> None:
     assert "pytest test_sample.py::test_plan[cp2-tp2]" in output.replace("'", "")
 
 
+def test_the_line_at_the_end_is_there_for_a_single_layout_that_was_selected(project: Project) -> None:
+    write(project, HEADER + TESTS)
+    output = project.run("--layouts", "tp2", "-k", "plan")
+    assert "layouts of test_sample.py::test_plan: 1 of 1 held" in output.splitlines()
+
+
 WRONG = {
     "unmarked": (
         "def test_x(layout):\n    pass\n",

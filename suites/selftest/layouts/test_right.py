@@ -283,6 +283,139 @@ def test_a_bug_in_stages_is_named(layout: Layout) -> None:
     assert loss_line.startswith(f"  loss is {times} (")
 
 
+class Tied(nn.Module):
+    """An embedding that is the head, too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(VOCAB, 6)
+        self.block = Mlp(5)
+        self.head = nn.Linear(6, VOCAB, bias=False)
+        self.head.weight = self.embed.weight
+        self.double()
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        return self.head(self.block(self.embed(tokens)))
+
+
+class TiedStages:
+    """A pipeline of which the first stage has no more than the embedding, and the second none of its own."""
+
+    def __init__(self, model: Tied, layout: Layout) -> None:
+        self.at = layout.at("pp")
+        if self.at:
+            del model.embed
+        else:
+            del model.block, model.head
+        self.model = model
+
+    def __call__(self, batch: dict[str, torch.Tensor], microbatches: int) -> torch.Tensor | None:
+        total, count = torch.zeros((), dtype=torch.float64), (batch["labels"] >= 0).sum()
+        parts = zip(batch["tokens"].chunk(microbatches), batch["labels"].chunk(microbatches), strict=True)
+        for tokens, labels in parts:
+            if self.at == 0:
+                sent = self.model.embed(tokens)
+                gradient = torch.empty_like(sent)
+                dist.send(sent.detach(), 1)
+                dist.recv(gradient, 1)
+                sent.backward(gradient)
+                continue
+            received = torch.empty(*tokens.shape, 6, dtype=torch.float64)
+            dist.recv(received, 0)
+            logits = self.model.head(self.model.block(received.requires_grad_())).flatten(0, 1)
+            part = F.cross_entropy(logits, labels.flatten(), reduction="sum") / count
+            part.backward()
+            total += part.detach()
+            dist.send(received.grad, 0)
+        tied = self.model.head if self.at else self.model.embed
+        self.reduce(tied.weight.grad)
+        return total if self.at else None
+
+    def reduce(self, gradient: torch.Tensor) -> None:
+        dist.all_reduce(gradient)
+
+
+def build_tied() -> Tied:
+    torch.manual_seed(5)
+    return Tied()
+
+
+@pytest.mark.layouts(pp=(1, 2))
+def test_a_tied_parameter_has_both_names(layout: Layout) -> None:
+    shards = ShardMap({"embed.*": Sharded("tp"), "head.*": Sharded("tp")})
+    assert_same_as_unsharded(layout, build_tied, TiedStages, BATCHES, loss, shards=shards)
+
+
+@pytest.mark.layouts(pp=(1, 2))
+def test_a_tied_gradient_that_is_not_reduced_over_stages_is_named(layout: Layout) -> None:
+    class Unreduced(TiedStages):
+        def reduce(self, gradient: torch.Tensor) -> None:
+            pass
+
+    with pytest.raises(AssertionError) as caught:
+        assert_same_as_unsharded(layout, build_tied, Unreduced, BATCHES, loss)
+    sentence = (
+        "gradient of `embed.weight` equals the reference after a sum over pp: that reduction is missing"
+    )
+    assert sentence in str(caught.value).splitlines()[1]
+
+
+class LastStageEmpty(Stage):
+    """A pipeline with all blocks in the first stage, so that the second has no parameters."""
+
+    def __init__(self, model: nn.Module, layout: Layout, bug: str = "") -> None:
+        super().__init__(model, layout, bug)
+        self.model = nn.Sequential() if self.at else nn.Sequential(*build_mlps().children())
+        for each in self.model.parameters():
+            each.main_grad = torch.zeros_like(each)
+
+
+@pytest.mark.layouts(pp=(1, 2))
+def test_a_stage_without_parameters_holds(layout: Layout) -> None:
+    arguments = (layout, build_mlps, LastStageEmpty, pairs(), mean_square)
+    assert_same_as_unsharded(*arguments, shards=ShardMap(gradients=STAGES.gradients))
+
+
+def balance(model: nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+    """An auxiliary loss that is no sum over rows."""
+    return model(batch["x"]).mean(0).square().sum()
+
+
+def loss_by_parts(
+    model: nn.Module, batch: dict[str, torch.Tensor], parts: tuple[dict[str, torch.Tensor], ...]
+) -> torch.Tensor:
+    return mean_square(model, batch) + sum(balance(model, each) for each in parts) / len(parts)
+
+
+def loss_of_whole(model: nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+    return mean_square(model, batch) + balance(model, batch)
+
+
+class Balanced:
+    """A plan over dp that balances each of its microbatches alone."""
+
+    def __init__(self, model: nn.Module, layout: Layout) -> None:
+        self.model, self.layout = model, layout
+
+    def __call__(self, batch: dict[str, torch.Tensor], microbatches: int) -> torch.Tensor:
+        mine = {name: self.layout.slice(each, "dp") for name, each in batch.items()}
+        total = torch.zeros((), dtype=torch.float64)
+        for x, y in zip(mine["x"].chunk(microbatches), mine["y"].chunk(microbatches), strict=True):
+            part = loss_of_whole(self.model, {"x": x, "y": y}) / microbatches / self.layout["dp"]
+            part.backward()
+            total += part.detach()
+        for each in (total, *(each.grad for each in self.model.parameters())):
+            dist.all_reduce(each)
+        return total
+
+
+@pytest.mark.layouts(dp=(1, 2, 4), at_most=4)
+def test_a_loss_by_the_same_parts_holds(layout: Layout) -> None:
+    assert_same_as_unsharded(layout, build_mlps, Balanced, pairs(), loss_by_parts)
+    with pytest.raises(AssertionError, match="is not the unsharded model"):
+        assert_same_as_unsharded(layout, build_mlps, Balanced, pairs(), loss_of_whole)
+
+
 @pytest.mark.layouts(tp=(1, 2), ep=(1, 2), at_most=4)
 def test_a_layout_says_sizes_places_and_parts(layout: Layout) -> None:
     assert (layout["dp"], layout.at("dp")) == (1, 0)
