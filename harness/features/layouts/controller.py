@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from lockstep.controller.pytest_internals import make_report
-from lockstep.features.layouts.mark import Sizes, contains
+from lockstep.features.layouts.mark import AGAIN, Sizes, contains
 
 _PROPERTY = "layout"
 """Property of an item's reports: the name of its test, and of its layout."""
@@ -122,4 +122,8 @@ def _lines(stats: dict[str, list[Any]], least: int) -> Iterator[str]:
             line += f", {len(failed)} failed, {min(failed, key=_size)} the smallest"
         if counts["skipped"]:
             line += f", {len(counts['skipped'])} not run"
+        if differ := [
+            name for name in of_test if {"passed", "failed"} == {of_test[name], of_test.get(name + AGAIN)}
+        ]:
+            line += f"; {', '.join(differ)} in one order alone: another layout leaves state in the process"
         yield line

@@ -9,7 +9,7 @@ import itertools
 import math
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from lockstep.bounds import MOST_PROCESSES, is_whole, shown
@@ -17,14 +17,21 @@ from lockstep.marker import MarkError
 
 OF_RANKS = ("backend", "fresh", "timeout")
 """Options that are those of the mark `ranks`, and no axes."""
+AGAIN = "-again"
+"""The end of the names of layouts that run for the second time."""
 _AXIS = re.compile(r"[a-z][a-z_]*")
 
 
 @dataclass(frozen=True, slots=True)
 class Sizes:
-    """The size of each axis, the outermost first."""
+    """The size of each axis, the outermost first.
+
+    Attributes:
+        again: whether the layout runs for the second time, in the other order.
+    """
 
     of_axes: tuple[tuple[str, int], ...]
+    again: bool = False
 
     @property
     def ranks(self) -> int:
@@ -32,16 +39,17 @@ class Sizes:
 
     @property
     def name(self) -> str:
-        """The axes larger than 1, as in "dp2-tp2"."""
-        return "-".join(f"{axis}{size}" for axis, size in self.of_axes if size > 1)
+        """The axes larger than 1, as in "dp2-tp2", or "dp2-tp2-again"."""
+        name = "-".join(f"{axis}{size}" for axis, size in self.of_axes if size > 1)
+        return f"{name}{AGAIN}" if self.again else name
 
 
 @dataclass(frozen=True, slots=True)
 class LayoutsMark:
-    """A validated mark `layouts(at_most=8, backend=None, fresh=False, timeout=None, **axes)`."""
+    """A validated mark `layouts(at_most=8, both_orders=False, backend=None, ..., **axes)`."""
 
     layouts: tuple[Sizes, ...]
-    """Smallest first."""
+    """Smallest first; then, in both orders, all of them again, the smallest last."""
     of_ranks: Mapping[str, Any] = field(default_factory=dict)
 
 
@@ -57,7 +65,14 @@ def parse_mark(args: tuple[Any, ...], options: Mapping[str, Any]) -> LayoutsMark
     at_most = options.get("at_most", 8)
     if not is_whole(at_most) or not 2 <= at_most <= MOST_PROCESSES:
         raise MarkError(f"layouts(at_most={shown(at_most)}): a number of ranks from 2 to {MOST_PROCESSES}")
-    axes = {name: sizes for name, sizes in options.items() if name not in (*OF_RANKS, "at_most")}
+    both = options.get("both_orders", False)
+    if not isinstance(both, bool) or (both and options.get("fresh")):
+        raise MarkError(
+            f"layouts(both_orders={shown(both)}): True or False, and not with fresh=True: new processes have "
+            "no state of other layouts"
+        )
+    ours = (*OF_RANKS, "at_most", "both_orders")
+    axes = {name: sizes for name, sizes in options.items() if name not in ours}
     for name, sizes in axes.items():
         are_sizes = isinstance(sizes, tuple | list) and bool(sizes) and all(map(is_whole, sizes))
         if not are_sizes or min(sizes) < 1 or len(set(sizes)) < len(sizes):
@@ -67,6 +82,8 @@ def parse_mark(args: tuple[Any, ...], options: Mapping[str, Any]) -> LayoutsMark
     layouts = _layouts(axes, at_most)
     if not layouts:
         raise MarkError(f"layouts({', '.join(axes)}): no layout of 2 to {at_most} ranks: {example}")
+    if both:
+        layouts += tuple(replace(each, again=True) for each in reversed(layouts))
     return LayoutsMark(layouts, {name: options[name] for name in OF_RANKS if name in options})
 
 
@@ -84,4 +101,6 @@ def _order(layout: Sizes) -> tuple[int, int, list[int]]:
 def contains(layout: Sizes, smaller: Sizes) -> bool:
     """Return whether a layout has all axes of another one that is not itself, each at least as large."""
     sizes = dict(layout.of_axes)
-    return layout != smaller and all(sizes.get(axis, 1) >= size for axis, size in smaller.of_axes)
+    return layout.of_axes != smaller.of_axes and all(
+        sizes.get(axis, 1) >= size for axis, size in smaller.of_axes
+    )

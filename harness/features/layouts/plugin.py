@@ -36,8 +36,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line(
         "markers",
-        "layouts(at_most=8, backend=None, fresh=False, timeout=None, **axes): run the test on every layout "
-        "of axes such as dp=(1, 2), tp=(1, 2), one item each, of as many ranks as it has, at most `at_most`.",
+        "layouts(at_most=8, both_orders=False, backend=None, fresh=False, timeout=None, **axes): run the "
+        "test on every layout of axes such as dp=(1, 2), tp=(1, 2), one item each, of as many ranks as it "
+        "has, at most `at_most`; in both orders, to see what one layout leaves to the next.",
     )
     if not config.pluginmanager.hasplugin(RANK_PLUGIN):
         from lockstep.features.layouts.controller import Layouts

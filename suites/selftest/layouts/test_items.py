@@ -68,6 +68,29 @@ def test_the_line_at_the_end_is_there_for_a_single_layout_that_was_selected(proj
     assert "layouts of test_sample.py::test_plan: 1 of 1 held" in output.splitlines()
 
 
+LEAK = """
+import pytest
+
+class Plan:
+    used = []
+
+@pytest.mark.layouts(dp=(1, 2), tp=(1, 2), at_most=2, both_orders=True)
+def test_plan(layout):
+    Plan.used += [axis for axis in ("dp", "tp") if layout[axis] > 1]
+    assert Plan.used[:2] != ["dp", "tp"]{also}
+"""
+
+
+def test_both_orders_show_what_one_layout_leaves_to_the_next(project: Project) -> None:
+    write(project, LEAK.format(also=" or len(Plan.used) > 2"))
+    output = project.run("-v")
+    run = [line.split()[0] for line in output.splitlines() if line.startswith("test_sample.py::")]
+    names = ["dp2", "tp2", "tp2-again", "dp2-again"]
+    assert run == [f"test_sample.py::test_plan[{name}]" for name in names]
+    line = "layouts of test_sample.py::test_plan: 3 of 4 held, 1 failed, tp2 the smallest; "
+    assert line + "tp2 in one order alone: another layout leaves state in the process" in output.splitlines()
+
+
 WRONG = {
     "unmarked": (
         "def test_x(layout):\n    pass\n",
@@ -76,6 +99,10 @@ WRONG = {
     "ranks": (
         "@pytest.mark.ranks(2)\n@pytest.mark.layouts(dp=(1, 2))\ndef test_x(layout):\n    pass\n",
         "layouts: a layout says on how many ranks the test runs; remove the mark `ranks`",
+    ),
+    "orders": (
+        "@pytest.mark.layouts(dp=(1, 2), both_orders=True, fresh=True)\ndef test_x(layout):\n    pass\n",
+        "layouts(both_orders=True): True or False, and not with fresh=True: new processes have no state of",
     ),
     "sizes": (
         "@pytest.mark.layouts(dp=2)\ndef test_x(layout):\n    pass\n",
