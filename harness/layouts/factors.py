@@ -20,7 +20,7 @@ def describe_factor(factor: float, sizes: Mapping[str, int], microbatches: int) 
     """
     for inverse, verb in ((False, "multiplied"), (True, "divided")):
         wanted = 1 / factor if inverse and factor else factor
-        found = _products(wanted, sizes, microbatches)
+        found = products(wanted, sizes, microbatches)
         if found and (inverse or wanted > 1):
             times = f"1/{wanted:.4g} of" if inverse else f"{wanted:.4g} times"
             return f"{times} the reference: {verb} by {either(found)} ({wanted:.4g}) once too often"
@@ -32,11 +32,11 @@ def describe_factor(factor: float, sizes: Mapping[str, int], microbatches: int) 
 def is_product(factor: float, sizes: Mapping[str, int], microbatches: int) -> bool:
     """Return whether a factor is 1, or a product of sizes, or the inverse of one."""
     return abs(factor - 1) < CLOSE or any(
-        _products(each, sizes, microbatches) for each in (factor, 1 / factor if factor else 0.0)
+        products(each, sizes, microbatches) for each in (factor, 1 / factor if factor else 0.0)
     )
 
 
-def _products(wanted: float, sizes: Mapping[str, int], microbatches: int) -> list[str]:
+def products(wanted: float, sizes: Mapping[str, int], microbatches: int) -> list[str]:
     """Return the names of sizes that have this product."""
     known = {**sizes, **({"the number of microbatches": microbatches} if microbatches > 1 else {})}
     return [

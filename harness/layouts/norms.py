@@ -68,9 +68,14 @@ class _Norm:
     def seen(self, rank: int, axes: Sequence[str], names: Collection[str] = ()) -> float:
         """Return the squares that a rank and those along axes hold, replicas once, of these names alone."""
         found: dict[tuple[str, int, int], float] = {}
-        for other in (*self.layout.members(axes, rank), rank):  # of wrong replicas a rank sees its own
+        # Of replicas that differ a rank sees its own, or those of the ranks nearest to it.
+        for other in sorted(self.layout.members(axes, rank), key=lambda each: -self._distance(each, rank)):
             found |= self.held[other]
         return sum(square for key, square in found.items() if not names or key[0] in names)
+
+    def _distance(self, rank: int, other: int) -> int:
+        """Return on how many axes two ranks differ."""
+        return sum(self.layout.at(axis, rank) != self.layout.at(axis, other) for axis in self.layout.large)
 
     def of(self, axes: Sequence[str], names: Collection[str] = ()) -> dict[int, float]:
         return {rank: self.seen(rank, axes, names) for rank in self.actual}
@@ -106,10 +111,11 @@ class _Norm:
     def lacking(self) -> Iterator[str]:
         """Yield the sums over axes that are missing, where these are the fewest."""
         large = self.layout.large
-        for number in range(1, len(large) + 1):
+        cutting = [axis for axis in large if any(self.is_cut(name, axis) for name in self.names)]
+        for number in range(1, len(cutting) + 1):
             found = [
                 lacking
-                for lacking in combinations(large, number)
+                for lacking in combinations(cutting, number)
                 if self.fits(self.of([axis for axis in large if axis not in lacking]))
             ]
             if found:

@@ -14,7 +14,7 @@ from itertools import combinations, product
 
 import torch
 
-from lockstep.layouts.factors import CLOSE, describe_factor, is_product, listed, ranks
+from lockstep.layouts.factors import CLOSE, describe_factor, is_product, listed, products, ranks
 from lockstep.layouts.layout import Layout
 from lockstep.layouts.shards import PADDING, take
 
@@ -189,6 +189,13 @@ class Suspect:
         for what, values in self._reductions():
             if self.equals(values):
                 yield f"equals the reference after {what}: that reduction is missing"
+                # A size of something else may have divided it, or not: the numbers are the same.
+                if what.startswith("a mean over "):
+                    over = what.removeprefix("a mean over ")
+                    size = math.prod(self.layout[axis] for axis in over.split(" and "))
+                    if products(size, self._sizes, self.microbatches) != [over]:
+                        factor = self.describe_factor(size)
+                        yield f"is wrong twice: after a sum over {over}, which is missing, it is {factor}"
 
     def _scaled(self) -> Iterator[str]:
         if (factor := self.factor(self.values)) is not None:

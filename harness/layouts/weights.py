@@ -149,7 +149,7 @@ class Weighing:
         if lost and rest and _are(rest, rest[0]):
             text = f"lacks {counting.describe(lost)}"
             if not _are(rest, 1.0):
-                text += f", and the rest is {describe_factor(rest[0], self.sizes, self.microbatches)}"
+                text += f", and counts the others {rest[0]:.4g} times"
             return len(lost), text
         if lost or not 0 < len(off) < len(values) or not _are([values[each] for each in off], values[off[0]]):
             return None

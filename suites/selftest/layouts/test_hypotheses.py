@@ -211,8 +211,7 @@ def test_lost_microbatches_of_one_rank_are_named() -> None:
     assert explained(of, kept(6, 3)) == both
     assert explained(of, kept(6, 0, 3)) == ["lacks microbatch 0 of 3"]
     assert explained(of, kept(6, 0, 1, 3, 4) * 3) == [
-        "lacks microbatches 0, 1 of 3, and the rest is 3 times the reference: multiplied by the number of "
-        "microbatches (3) once too often"
+        "lacks microbatches 0, 1 of 3, and counts the others 3 times"
     ]
 
 
@@ -299,6 +298,35 @@ def test_the_norm_of_wrong_gradients_is_explained(layout: Layout, bug: str, caus
     lines = report(layout, bug, WithHalfGradients)
     assert lines[1].endswith("is 1/2 of the reference: divided by tp (2) once too often"), lines
     assert lines[2].startswith(f"total norm {cause} ("), lines
+
+
+class HeadUnreduced(PlanWithNorm):
+    """A plan with a gradient that is not reduced over dp, or over tp in its place."""
+
+    def reduce(self) -> None:
+        own = self.model.head.weight.grad.clone()
+        super().reduce()
+        if self.bug == "over tp":
+            torch.distributed.all_reduce(own, group=self.layout.group("tp"))
+        self.model.head.weight.grad = own
+
+
+@pytest.mark.layouts(dp=(2,), tp=(2,))
+def test_the_norm_of_replicas_that_differ_is_that_of_each_rank(layout: Layout) -> None:
+    lines = report(layout, "", HeadUnreduced)
+    cause = "equals the reference after a sum over dp: that reduction is missing"
+    assert lines[1] == f"gradient of `head.weight` {cause}"
+    assert lines[2].startswith("total norm is that of the gradients that the ranks hold (")
+
+
+@pytest.mark.layouts(dp=(2,), tp=(2,))
+def test_a_mean_that_may_be_a_sum_and_a_factor_is_said_to_be_either(layout: Layout) -> None:
+    mean = "equals the reference after a mean over dp: that reduction is missing"
+    twice = (
+        "is wrong twice: after a sum over dp, which is missing, it is 2 times the reference: multiplied by"
+    )
+    sentence = f"gradient of `head.weight` {mean}, or {twice} dp, or tp (2) once too often"
+    assert report(layout, "over tp", HeadUnreduced)[1] == sentence
 
 
 @pytest.mark.layouts(dp=(2,), tp=(2,))
