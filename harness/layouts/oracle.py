@@ -140,10 +140,7 @@ def assert_same_as_unsharded(
     def train(
         batches: Sequence[Batch], trace: Trace | None = None, dtype: torch.dtype = torch.float64
     ) -> _ShardedRun:
-        trainer = parallelize(build().to(dtype), layout)
-        if isinstance(trainer, nn.Module):
-            trainer = PlainTrainer(trainer, loss, layout)
-        _refuse_trainer(trainer)
+        trainer = trainer_of(parallelize(build().to(dtype), layout), loss, layout)
         run = _ShardedRun(trainer, reference, shards, layout, dtype)
         run.train(batches, microbatches, optimizer, trace)
         return run
@@ -169,12 +166,19 @@ def _refuse_rules(shards: ShardMap, reference: Reference) -> None:
             )
 
 
-def _refuse_trainer(trainer: object) -> None:
+def trainer_of(given: Any, loss: Loss, layout: Layout) -> Any:
+    """Return the trainer that `parallelize` gives, or that of a bare module.
+
+    Raises:
+        TypeError: it is neither.
+    """
+    trainer = PlainTrainer(given, loss, layout) if isinstance(given, nn.Module) else given
     if not callable(trainer) or not isinstance(getattr(trainer, "model", None), nn.Module):
         raise TypeError(
             f"parallelize() returns {type(trainer).__name__}: return a module, or a trainer with a module "
             "`model` that is called with a batch and a number of microbatches"
         )
+    return trainer
 
 
 @dataclass

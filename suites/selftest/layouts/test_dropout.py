@@ -1,0 +1,83 @@
+"""Masks of dropout: replicas have one, and ranks with other inputs have others."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from lockstep.layouts import Layout, assert_dropout_follows_inputs
+
+
+def build() -> nn.Module:
+    """Return a model with dropout before and inside of what tensor parallelism cuts."""
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(8, 8), nn.Dropout(0.2), nn.Linear(8, 16), nn.Dropout(0.2)).double()
+
+
+def loss(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
+    return model(batch).square().mean()
+
+
+class Plan:
+    """A plan over dp and tp, of which the seeds of the two dropouts differ on some axes."""
+
+    def __init__(
+        self, model: nn.Module, layout: Layout, first: tuple[str, ...], second: tuple[str, ...]
+    ) -> None:
+        self.model, self.layout, self.seeds = model, layout, (first, second)
+
+    def __call__(self, batch: torch.Tensor, microbatches: int) -> torch.Tensor:
+        x = self.layout.slice(batch, "dp")
+        torch.manual_seed(self.layout.part(self.seeds[0])[0])
+        x = self.model[2](self.model[1](self.model[0](x)))
+        torch.manual_seed(10 + self.layout.part(self.seeds[1])[0])
+        loss = self.model[3](self.layout.slice(x, "tp", 1)).square().sum() / batch.shape[0] / 16
+        loss.backward()
+        total = loss.detach()
+        dist.all_reduce(total)
+        return total
+
+
+def check(layout: Layout, first: tuple[str, ...], second: tuple[str, ...]) -> str:
+    """Return what is wrong with the masks, "" if nothing is."""
+    batch = torch.randn(48, 8, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    try:
+        assert_dropout_follows_inputs(
+            layout, build, lambda model, layout: Plan(model, layout, first, second), batch, loss
+        )
+    except AssertionError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.layouts(dp=(1, 2), tp=(1, 2), at_most=4)
+def test_masks_that_follow_inputs_hold(layout: Layout) -> None:
+    assert check(layout, ("dp",), ("dp", "tp")) == ""
+
+
+@pytest.mark.layouts(dp=(1, 2))
+def test_equal_masks_of_other_rows_are_named(layout: Layout) -> None:
+    where = "dp2: call 0 of dropout ([24, 8]): ranks 0 and 1, apart on dp, drop the same elements of"
+    assert check(layout, (), ("dp",)) == f"{where} other inputs: they draw from one seed"
+
+
+@pytest.mark.layouts(tp=(1, 2))
+def test_other_masks_of_replicas_are_named(layout: Layout) -> None:
+    where = "tp2: call 0 of dropout ([48, 8]): ranks 0 and 1, apart on tp, drop other elements of"
+    assert check(layout, ("tp",), ("tp",)) == f"{where} equal inputs: replicas diverge"
+
+
+@pytest.mark.layouts(dp=(2,), tp=(2,))
+def test_equal_masks_of_other_columns_are_named(layout: Layout) -> None:
+    where = "dp2-tp2: call 1 of dropout ([24, 8]): ranks 0 and 1, apart on tp, drop the same elements of"
+    assert check(layout, ("dp",), ("dp",)) == f"{where} other inputs: they draw from one seed"
+
+
+@pytest.mark.layouts(dp=(1, 2))
+def test_a_model_without_dropout_is_refused(layout: Layout) -> None:
+    with pytest.raises(ValueError, match=r"no rank called torch\.nn\.functional\.dropout"):
+        assert_dropout_follows_inputs(
+            layout, lambda: build().eval(), lambda model, layout: model, torch.ones(4, 8).double(), loss
+        )
