@@ -10,7 +10,7 @@ from itertools import combinations
 
 import torch
 
-from lockstep.layouts.factors import CLOSE, describe_factor, either, ranks
+from lockstep.layouts.factors import CLOSE, describe_factor, either, products, ranks
 from lockstep.layouts.layout import DATA_AXES, Layout
 from lockstep.layouts.moment import Moment, is_wrong
 from lockstep.layouts.norms import explain_norm
@@ -233,7 +233,13 @@ def _explain_loss(failure: Failure, actual: Mapping[int, float], expected: float
     if found or not all(_is_close(each, first) for each in actual.values()):
         return either(found)
     factor = describe_factor(first / expected, failure.weighing.sizes, failure.microbatches)
-    return either([*failure.weighing.explain_loss(first), *([f"is {factor}"] if "by" in factor else [])])
+    more = math.exp(min(abs(first - expected), 50.0))
+    if names := products(more, failure.weighing.sizes, 1):
+        log = f"{'plus' if first > expected else 'minus'} log {more:.4g}"
+        found.append(f"is the reference {log}: a log-sum-exp counts {either(names)} ({more:.4g}) wrongly")
+    return either(
+        [*found, *failure.weighing.explain_loss(first), *([f"is {factor}"] if "by" in factor else [])]
+    )
 
 
 def _shown(actual: Mapping[int, float], expected: float) -> str:

@@ -82,8 +82,9 @@ def assert_dropout_follows_inputs(
 ) -> None:
     """Assert that ranks drop the same elements of equal inputs, and others of others.
 
-    Every rank must call it. Compared is the n-th call of `torch.nn.functional.dropout` of each pair of ranks, where their inputs have
-    one shape; dropout inside of other functions, such as `scaled_dot_product_attention`, is not seen.
+    Every rank must call it. Compared is the n-th call of `torch.nn.functional.dropout` of each pair of ranks,
+    where their inputs have one shape; dropout inside of other functions, such as
+    `scaled_dot_product_attention`, is not seen.
 
     Args:
         layout: the fixture `layout`.

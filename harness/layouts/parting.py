@@ -7,8 +7,9 @@ tokens a rank has, in which order: whole, cut along the last dim, or after a sum
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -16,9 +17,11 @@ from torch import nn
 
 from lockstep.layouts.factors import CLOSE
 from lockstep.layouts.layout import Layout, chunk
-from lockstep.layouts.shards import ShardMap
+from lockstep.layouts.shards import Sharded, ShardMap
 from lockstep.recorders.tensors import local_part, named_tensors
 
+Rows = Mapping[int, torch.Tensor]
+"""Rows of an output by rank."""
 SAME, DIFFERENT, UNKNOWN = "same", "different", "unknown"
 _ROWS = 256
 """Number of rows of an output that are compared."""
@@ -88,10 +91,13 @@ class Comparison:
         held = {rank: named[name] / scale for rank, named in self.by_rank.items() if name in named}
         if not held or not bool(whole.any()):
             return UNKNOWN
-        expected = {rank: self._columns(name, whole, rank, rows.shape[1]) for rank, rows in held.items()}
-        if any(each is None for each in expected.values()):
-            return UNKNOWN
-        known = {rank: each for rank, each in expected.items() if each is not None}
+        found = [self._compare(whole, held, known) for known in self._columns(name, whole, held)]
+        if SAME in found or not found:
+            return SAME if found else UNKNOWN
+        return next((each for each in found if each != DIFFERENT), DIFFERENT)
+
+    def _compare(self, whole: torch.Tensor, held: Rows, known: Rows) -> str:
+        """Return the status of rows of which each rank should hold some of those that are known."""
         if all(_are_among(rows, known[rank]) for rank, rows in held.items()):
             is_cut = any(each.shape[1] < whole.shape[1] for each in known.values())
             return SAME if is_cut or _are_among(whole, torch.cat(list(held.values()))) else DIFFERENT
@@ -105,20 +111,27 @@ class Comparison:
                     return f"a sum over {axis}"
         return DIFFERENT
 
-    def _columns(self, name: str, whole: torch.Tensor, rank: int, width: int) -> torch.Tensor | None:
-        """Return the columns that a rank's rows have: all, or those that its part of the weight makes."""
-        if whole.shape[1] == width:
-            return whole
+    def _columns(self, name: str, whole: torch.Tensor, held: Rows) -> Iterator[Rows]:
+        """Yield the columns that ranks may have: all, their part of the weight's rows, or of an axis."""
+        cuts: list[Callable[[int], torch.Tensor]] = [lambda _: whole]
         for cut in self.shards.rule(f"{name}.weight"):
-            index, count = self.layout.part(cut.axes, rank)
-            along = cut.indices(whole.shape[1], index, count) if cut.dim == 0 else whole.new_empty(0)
-            if len(along) == width:
-                return whole[:, along]
-        for axis in self.layout.large:
-            part = chunk(whole, self.layout.at(axis, rank), self.layout[axis], 1)
-            if part.shape[1] == width:
-                return part
-        return None
+            if cut.dim == 0:
+                cuts.append(partial(self._of_rule, whole, cut))
+        cuts += [partial(self._of_axis, whole, axis) for axis in self.layout.large]
+        for columns in cuts:
+            known = {rank: columns(rank) for rank in held}
+            if all(known[rank].shape[1] == rows.shape[1] for rank, rows in held.items()):
+                yield known
+
+    def _of_rule(self, whole: torch.Tensor, cut: Sharded, rank: int) -> torch.Tensor:
+        index, count = self.layout.part(cut.axes, rank)
+        along = whole.new_empty(0).long()
+        with suppress(ValueError):  # the rule is about a weight that makes other columns
+            along = cut.indices(whole.shape[1], index, count)
+        return whole[:, along[along < whole.shape[1]]]
+
+    def _of_axis(self, whole: torch.Tensor, axis: str, rank: int) -> torch.Tensor:
+        return chunk(whole, self.layout.at(axis, rank), self.layout[axis], 1)
 
     def factor(self, name: str) -> float:
         """Return by which factor all rows are too large: a loss may be divided after backward."""

@@ -105,18 +105,22 @@ class Weighing:
     def explain(self, gradients: Mapping[str, torch.Tensor]) -> list[str]:
         """Return by which weights of blocks wrong gradients are explained: all that do so alike."""
         blocks, number = self.blocks, self._number
-        if blocks.weights is None or len(blocks.weights) < 2:
+        # Of these tensors alone: an auxiliary loss that is no sum over blocks may not reach them.
+        right = fit(blocks.gradients, {name: blocks.whole[name] for name in gradients})
+        found = fit(blocks.gradients, gradients)
+        if right is None or found is None or len(right) < 2:
             return []
-        found = fit({name: blocks.gradients[name] for name in gradients}, gradients)
-        if found is None:
-            return []
-        ratios, of_terms = torch.tensor_split(found / blocks.weights, [number])
+        ratios, of_terms = torch.tensor_split(found / right, [number])
         if _are(ratios, 1.0):
             return self._explain_terms(of_terms)
         if not _are(of_terms, 1.0):
             return []  # two things are wrong
         for countings in self.countings():
-            texts = [text for each in countings if (text := self._mean_of_means(found[:number], each))]
+            texts = [
+                text
+                for each in countings
+                if (text := self._mean_of_means(found[:number], right[:number], each))
+            ]
             counted = [each for counting in countings if (each := self._count(ratios, counting)) is not None]
             # One of two parts is lost, rather than two of four.
             fewest = min((parts for parts, _ in counted), default=0)
@@ -155,9 +159,9 @@ class Weighing:
             return None
         return len(off), f"counts {counting.describe(off)} {values[off[0]]:.4g} times"
 
-    def _mean_of_means(self, weights: torch.Tensor, counting: Counting) -> str:
+    def _mean_of_means(self, weights: torch.Tensor, right: torch.Tensor, counting: Counting) -> str:
         """Return that each part counts as much as any other, where their tokens say otherwise."""
-        right = self._right_weights
+        right = right.nan_to_num()
         total = self._sums(right, counting)
         alive = int((total.abs() > CLOSE).sum())
         means = right / total.where(total != 0, 1.0)[counting.labels]
@@ -169,11 +173,6 @@ class Weighing:
                 )
         return ""
 
-    @property
-    def _right_weights(self) -> torch.Tensor:
-        assert self.blocks.weights is not None, "the loss of the whole batch is a sum over parts"
-        return self.blocks.weights[: self._number].nan_to_num()
-
     def _sums(self, values: torch.Tensor, counting: Counting) -> torch.Tensor:
         """Return the sum over the blocks of each label."""
         return torch.zeros(counting.count, dtype=values.dtype).index_add(0, counting.labels, values)
@@ -182,7 +181,7 @@ class Weighing:
         """Return by which parts a wrong loss is explained: all that do so alike."""
         if self.blocks.weights is None:
             return []
-        right = self._right_weights
+        right = self.blocks.weights[: self._number].nan_to_num()
         losses = torch.tensor(self.blocks.losses, dtype=right.dtype).nan_to_num()
         of_blocks, of_terms = right * losses[: self._number], losses[self._number :]
         whole = float(of_blocks.sum() + of_terms.sum())

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 import torch
@@ -146,6 +148,8 @@ class WithLoss(Plan):
         found = super().__call__(batch, microbatches)
         if self.bug == "loss doubled":
             return found * 2
+        if self.bug == "log":
+            return found + math.log(2)
         return found * (self.layout.rank == 1)
 
 
@@ -153,6 +157,10 @@ class WithLoss(Plan):
     ("bug", "cause"),
     [
         ("loss doubled", "loss is 2 times the reference: multiplied by dp (2) once too often (5.97244, "),
+        (
+            "log",
+            "loss is the reference plus log 2: a log-sum-exp counts dp (2) wrongly (3.67937, ",
+        ),
         (
             "loss of one",
             "loss equals the reference after a sum over dp: that reduction is missing, or "
@@ -170,15 +178,19 @@ def test_a_wrong_loss_is_explained(layout: Layout, bug: str, cause: str) -> None
 # Least squares over parts, without ranks
 
 
+def weights(number: int) -> torch.Tensor:
+    """Return unequal weights of so many blocks, which add up to 1."""
+    found = torch.arange(number, dtype=torch.float64) * 0.37 % 1 + 0.5
+    return found / found.sum()
+
+
 def weighing(rows: int, sequence: int = 1, microbatches: int = 1, **axes: int) -> Weighing:
     """Return blocks of random gradients that have unequal weights in the whole batch."""
     generator = torch.Generator().manual_seed(0)
     number = rows * sequence
-    weights = torch.rand(number, generator=generator, dtype=torch.float64) + 0.5
-    weights /= weights.sum()
     found = torch.randn(number, 40, generator=generator, dtype=torch.float64)
     losses = tuple(torch.rand(number, generator=generator, dtype=torch.float64).tolist())
-    blocks = Blocks(rows, sequence, (), losses, {"w": found}, {"w": weights @ found})
+    blocks = Blocks(rows, sequence, (), losses, {"w": found}, {"w": weights(number) @ found})
     return Weighing(blocks, axes, {**axes, **({"cp": sequence} if sequence > 1 else {})}, microbatches)
 
 
@@ -220,6 +232,18 @@ def test_a_mean_over_ranks_and_microbatches_is_named() -> None:
     assert of.blocks.weights is not None
     (found,) = explained(of, 1 / (6 * of.blocks.weights))
     assert found.startswith("is a mean of the means of each dp part and microbatch: they count alike")
+
+
+def test_a_tensor_that_an_auxiliary_loss_does_not_reach_is_explained_alone() -> None:
+    of = weighing(6, microbatches=3, dp=2)
+    number = torch.arange(240, dtype=torch.float64).view(6, 40)
+    found = {**of.blocks.gradients, "router": number.sin()}
+    whole = {**of.blocks.whole, "router": number.cos().sum(0)}  # no sum over blocks
+    of = replace(of, blocks=replace(of.blocks, gradients=found, whole=whole))
+    assert of.blocks.weights is None
+    lost = {"w": torch.tensordot(torch.tensor([1.0, 1, 0, 1, 1, 0]).double() * weights(6), found["w"], 1)}
+    assert of.explain(lost) == ["lacks microbatch 2 of 3"]
+    assert of.explain({**lost, "router": whole["router"] / 2}) == []
 
 
 def test_parts_that_count_at_random_are_not_named() -> None:

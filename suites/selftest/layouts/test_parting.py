@@ -1,0 +1,47 @@
+"""The place where two runs part: which columns of an output a rank has, and sums that a plan makes later."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from lockstep.layouts import Layout, Sharded, ShardMap
+from lockstep.layouts.parting import DIFFERENT, SAME, Comparison, describe_parting
+
+WHOLE = torch.randn(24, 8, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+
+
+def compare(layout: Layout, **held: dict[int, torch.Tensor]) -> Comparison:
+    """Return the comparison of what ranks hold with the same rows, by module."""
+    by_rank = {rank: {name: each[rank] for name, each in held.items()} for rank in range(4)}
+    return Comparison(layout, ShardMap({"up.weight": Sharded("tp")}), dict.fromkeys(held, WHOLE), by_rank)
+
+
+def rows(layout: Layout, rank: int) -> torch.Tensor:
+    return WHOLE.chunk(2)[layout.at("dp", rank)]
+
+
+@pytest.mark.layouts(dp=(2,), tp=(2,))
+def test_columns_are_those_of_the_axis_that_cuts_them(layout: Layout) -> None:
+    cut = {rank: rows(layout, rank).chunk(2, 1)[layout.at("tp", rank)] for rank in range(4)}
+    other = {rank: each.flip(1) for rank, each in cut.items()}
+    found = compare(layout, head=cut, up=cut, down=other)
+    assert (found.status("head"), found.status("up"), found.status("down")) == (SAME, SAME, DIFFERENT)
+
+
+@pytest.mark.layouts(dp=(2,), tp=(2,))
+def test_a_sum_that_is_made_later_is_not_missing(layout: Layout) -> None:
+    right = {rank: rows(layout, rank) for rank in range(4)}
+    half = {rank: each / 2 for rank, each in right.items()}
+    wrong = {rank: each + 1 for rank, each in right.items()}
+    outputs = compare(layout, embed=right, up=right, norm=right, head=right)
+    later = compare(layout, embed=wrong, up=right, norm=half, head=right)
+    missing = compare(layout, embed=wrong, up=wrong, norm=half, head=right)
+    place = "first divergence: the gradient of the output of"
+    assert describe_parting(outputs, later) == f"{place} `embed`; all outputs agree"
+    assert (
+        describe_parting(outputs, missing) == f"{place} `norm`, which lacks a sum over tp; all outputs agree"
+    )
+    wrong_outputs = compare(layout, embed=right, out=half, head=wrong)
+    text = "first divergence: the output of `head`; that of `out` is right after a sum over tp"
+    assert describe_parting(wrong_outputs, later) == text
