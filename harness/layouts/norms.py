@@ -30,7 +30,7 @@ def explain_norm(
         moments: what each rank holds.
     """
     if all(abs(each - expected) <= CLOSE * expected for each in actual.values()):
-        return ""  # more than rounding, and less than a hypothesis tells apart
+        return ""  # more than rounding, and too little to tell hypotheses apart
     norm = _Norm(actual, {rank: _parts(moment) for rank, moment in moments.items()}, layout)
     if norm.fits(norm.totals):
         return "is that of the gradients that the ranks hold"
