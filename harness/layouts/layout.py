@@ -47,6 +47,7 @@ class Layout:
         if large:
             shape = tuple(large.values())
             self._mesh = init_device_mesh(device_type, shape, mesh_dim_names=tuple(large))
+            dist.barrier()  # no rank may end a group to which another one still connects
 
     def __repr__(self) -> str:
         return f"<layout {self.name}>"

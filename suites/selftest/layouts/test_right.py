@@ -440,6 +440,13 @@ def test_a_group_of_two_axes_is_made_where_it_is_used(layout: Layout) -> None:
         assert value.item() == 6
 
 
+@pytest.mark.parametrize("number", range(3))
+@pytest.mark.layouts(cp=(2,), tp=(2,))
+def test_a_layout_that_is_not_used_ends_on_all_ranks(layout: Layout, number: int) -> None:
+    """Ranks that ended its groups at once broke those that were still connecting."""
+    assert layout.mesh.size() == 4
+
+
 THREADS: list[int] = []
 
 
