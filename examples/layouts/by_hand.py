@@ -8,7 +8,6 @@ ep: each rank has some experts, and other rows; tokens go to their experts by al
 import torch
 import torch.distributed as dist
 from model import OneRank, causal_attention, share
-from torch.distributed.tensor import DTensor
 
 from lockstep.layouts import Sharded, ShardMap
 
@@ -20,14 +19,8 @@ SHARDS = ShardMap(
         "*.moe.w2": (Sharded("ep"), Sharded("tp", dim=1)),
     }
 )
-ROWS, SEQUENCE = (
-    ("dp", "fsdp", "ep"),
-    ("cp", "tp"),
-)  # what cuts the batch; tp between layers alone
-
-
-def local(x):
-    return x.to_local() if isinstance(x, DTensor) else x
+# What cuts the batch; tp between layers alone.
+ROWS, SEQUENCE = ("dp", "fsdp", "ep"), ("cp", "tp")
 
 
 def all_gather(x, dim, group):
@@ -117,7 +110,6 @@ class Plan:
     """The trainer. A rank's loss is its share of the whole batch's: gradients are summed, never averaged."""
 
     ops, shards, share = Ops, SHARDS, staticmethod(share)
-    reduced, sharded = (*ROWS, *SEQUENCE), ()  # the axes over which gradients are summed here; those of FSDP
 
     def __init__(self, model, layout):
         self.model, self.layout = model, layout
@@ -149,10 +141,10 @@ class Plan:
         """Sum each gradient over the axes that cut the batch, but for those that cut the parameter."""
         for name, each in self.model.named_parameters():
             cut = self.shards.axes(name)
-            self.sum_over(local(each.grad), [axis for axis in self.reduced if axis not in cut])
+            self.sum_over(each.grad, [axis for axis in (*ROWS, *SEQUENCE) if axis not in cut])
 
     def grad_norm(self):
         total = torch.zeros((), dtype=torch.float64)
         for name, each in self.model.named_parameters():
-            total += self.sum_over(local(each.grad).square().sum(), (*self.sharded, *self.shards.axes(name)))
+            total += self.sum_over(each.grad.square().sum(), self.shards.axes(name))
         return total.sqrt()

@@ -64,9 +64,7 @@ class Plan(by_hand.Plan):
         super().reduce_gradients()
         if self.is_tied and self.stages > 1:
             tied = next((each for each in (self.model.embed, self.model.head) if each), None)
-            gradient = (
-                by_hand.local(tied.weight.grad) if tied else torch.zeros(VOCAB, WIDTH, dtype=torch.float64)
-            )
+            gradient = tied.weight.grad if tied else torch.zeros(VOCAB, WIDTH, dtype=torch.float64)
             self.sum_over(gradient, ("pp",))
 
     def grad_norm(self):
