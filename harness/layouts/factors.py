@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from itertools import combinations
 
 CLOSE = 1e-9
-"""Of the largest value: above rounding, and far below what two hypotheses differ by."""
+"""A part of the largest value: above rounding, and far below what two hypotheses differ by."""
 
 
 def describe_factor(factor: float, sizes: Mapping[str, int], microbatches: int) -> str:

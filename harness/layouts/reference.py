@@ -23,7 +23,7 @@ from lockstep.layouts.shards import ShardMap
 from lockstep.recorders.tensors import named_tensors, short
 
 Loss = Callable[..., torch.Tensor]
-"""Of a model and a batch; with a parameter `parts` also of the microbatches of all ranks."""
+"""The loss of a model on a batch; with a parameter `parts` it is given the microbatches of all ranks, too."""
 Tensors = dict[str, torch.Tensor]
 
 

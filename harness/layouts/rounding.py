@@ -18,7 +18,7 @@ from lockstep.layouts.reference import Reference, Step, Tensors, train
 from lockstep.recorders.tensors import short
 
 FACTOR = 8.0
-"""By which a sharded run may be further off than the unsharded one in the same dtype, or perturbed ones."""
+"""The factor by which a sharded run may be further off than unsharded ones, in the dtype or perturbed."""
 _PERTURBED = 3
 
 

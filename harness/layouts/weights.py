@@ -17,9 +17,9 @@ from lockstep.layouts.factors import CLOSE, describe_factor, listed
 from lockstep.layouts.reference import Blocks, fit
 
 _MOST = 3
-"""Of the parts that a report lists by two words."""
+"""The number of parts that a report lists by two words."""
 _MOST_PARTS = 6
-"""Of which each subset is taken from a wrong loss."""
+"""The largest number of parts of which each subset is taken from a wrong loss."""
 
 
 @dataclass(frozen=True)
