@@ -72,6 +72,7 @@ BUGS = [
         "ranks that share a head of keys do not sum its gradient",
         "transformers#48307",
         [("few_kv", 'self.sum_over(whole, ("tp",))\n                each', "each")],
+        names=r"^gradient of `.*w[kv].weight` .* after a sum over the ranks of tp that hold the same part",
         module=r"layers.1.attention.w[kv]",
         plan="few_kv.Plan",
         layouts="tp4",

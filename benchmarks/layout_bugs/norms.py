@@ -66,12 +66,14 @@ BUGS = [
         "the norm is the largest of those of ranks",
         "pytorch#180346",
         [("by_hand", NORM, ALONE), ("by_hand", ROOT, LARGEST)],
+        names=r"^total norm is the largest of the norms along tp, not",
         layouts="tp2",
     ),
     Bug(
         "the norm is the sum of the norms of tensors",
         "",
         [("by_hand", NORM, f"{NORM}.sqrt()"), ("by_hand", ROOT, "return total")],
+        names=r"^total norm is a sum of the norms of tensors, not",
         layouts="tp2",
     ),
 ]

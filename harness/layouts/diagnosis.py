@@ -10,7 +10,7 @@ from itertools import combinations
 
 import torch
 
-from lockstep.layouts.factors import CLOSE, describe_factor, either, products, ranks
+from lockstep.layouts.factors import CLOSE, describe_factor, either, not_finite, products, ranks
 from lockstep.layouts.layout import DATA_AXES, Layout
 from lockstep.layouts.moment import Moment, is_wrong
 from lockstep.layouts.norms import explain_norm
@@ -89,6 +89,12 @@ class Failure:
             yield from (step.gradients[name] for step in reversed(steps))
         elif self.moment.title.startswith("after"):
             yield self.reference.steps[self.moment.step].before[name]
+
+    @cached_property
+    def assembled(self) -> Tensors:
+        """The wrong tensors that ranks agree on, by name."""
+        found = {each.name: each.assembled for each in self.suspects}
+        return {name: each for name, each in found.items() if each is not None}
 
     @cached_property
     def weighing(self) -> Weighing:
@@ -175,16 +181,15 @@ def _by_cause(failure: Failure) -> dict[str, list[Suspect]]:
     """Return the wrong tensors by what explains each, "" where nothing does."""
     causes = {suspect.name: suspect.explanations() for suspect in failure.suspects}
     if failure.moment.kind == "gradient":
-        gradients = {
-            suspect.name: assembled
-            for suspect in failure.suspects
-            if not causes[suspect.name] and (assembled := suspect.assembled) is not None
-        }
-        if gradients:
-            together = failure.weighing.explain(gradients)
-            causes |= {
-                name: together or failure.weighing.explain({name: each}) for name, each in gradients.items()
-            }
+        explain, gradients = failure.weighing.explain, failure.assembled
+        unexplained = {name: each for name, each in gradients.items() if not causes[name]}
+        is_one = not gradients or bool(set.intersection(*(set(causes[name]) for name in gradients)))
+        # What explains all of them is the cause, though some may look like another change by themselves.
+        if not is_one and (together := explain(gradients)):
+            causes |= dict.fromkeys(gradients, together)
+        elif unexplained:
+            together = explain(unexplained)
+            causes |= {name: together or explain({name: each}) for name, each in unexplained.items()}
     # Of several that explain one tensor alike those hold that explain another one alone.
     alone = {texts[0] for texts in causes.values() if len(texts) == 1}
     found: dict[str, list[Suspect]] = {}
@@ -200,7 +205,8 @@ def _loss(failure: Failure) -> Iterator[str]:
     actual = {rank: moment.loss for rank, moment in failure.moments.items() if moment.loss is not None}
     if failure.moment.kind != "gradient" or not any(is_wrong(each, expected) for each in actual.values()):
         return
-    cause, shown = _explain_loss(failure, actual, expected), _shown(actual, expected)
+    cause = not_finite(actual) or _explain_loss(failure, actual, expected)
+    shown = _shown(actual, expected)
     yield f"loss {cause} ({shown})" if cause else f"loss is {shown}"
 
 
@@ -237,9 +243,10 @@ def _explain_loss(failure: Failure, actual: Mapping[int, float], expected: float
     if names := products(more, failure.weighing.sizes, 1):
         log = f"{'plus' if first > expected else 'minus'} log {more:.4g}"
         found.append(f"is the reference {log}: a log-sum-exp counts {either(names)} ({more:.4g}) wrongly")
-    return either(
-        [*found, *failure.weighing.explain_loss(first), *([f"is {factor}"] if "by" in factor else [])]
-    )
+    found += [*failure.weighing.explain_loss(first), *([f"is {factor}"] if "by" in factor else [])]
+    if not found and _is_close(failure.weighing.loss_of(failure.assembled), first):
+        found.append("counts parts and terms as the gradients do")
+    return either(found)
 
 
 def _shown(actual: Mapping[int, float], expected: float) -> str:
@@ -259,5 +266,5 @@ def _norm(failure: Failure) -> Iterator[str]:
     actual = {rank: moment.norm for rank, moment in failure.moments.items() if moment.norm is not None}
     if failure.moment.kind != "gradient" or not any(is_wrong(each, expected) for each in actual.values()):
         return
-    cause = explain_norm(actual, expected, failure.moments, failure.layout)
+    cause = not_finite(actual) or explain_norm(actual, expected, failure.moments, failure.layout)
     yield f"total norm {cause or 'differs'} ({_shown(actual, expected)})"

@@ -55,5 +55,11 @@ def listed(numbers: Iterable[int]) -> str:
     return ", ".join(str(each) for each in sorted(numbers))
 
 
+def not_finite(values: Mapping[int, float]) -> str:
+    """Return on which ranks a number is not finite, "" where it is on all."""
+    infinite = [rank for rank, each in values.items() if not math.isfinite(each)]
+    return f"is not finite on {ranks(infinite)}" if infinite else ""
+
+
 def ranks(numbers: Sequence[int]) -> str:
     return f"rank{'s' if len(numbers) > 1 else ''} {listed(numbers)}"

@@ -166,6 +166,15 @@ class _Norm:
             }
             if self.fits({rank: each**2 for rank, each in sums.items()}):
                 yield f"is a sum over {' and '.join(over)} of norms, not the root of a sum of squares"
+            most = {
+                rank: max(roots[each] for each in self.layout.members(over, rank)) for rank in self.actual
+            }
+            if self.fits({rank: each**2 for rank, each in most.items()}):
+                along = " and ".join(over)
+                yield f"is the largest of the norms along {along}, not the root of a sum of squares"
+        of_tensors = [self.of(self.layout.large, [name]) for name in self.names]
+        if self.fits({rank: sum(each[rank] ** 0.5 for each in of_tensors) ** 2 for rank in self.actual}):
+            yield "is a sum of the norms of tensors, not the root of a sum of squares"
         if self.fits({rank: total**2 for rank, total in self.totals.items()}):
             yield "is a sum of squares, without the root"
         factors = [

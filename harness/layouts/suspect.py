@@ -17,6 +17,7 @@ import torch
 from lockstep.layouts.factors import CLOSE, describe_factor, is_product, listed, products, ranks
 from lockstep.layouts.layout import Layout
 from lockstep.layouts.shards import PADDING, take
+from lockstep.recorders.tensors import short
 
 Values = Mapping[int, torch.Tensor]
 """A tensor by rank."""
@@ -155,11 +156,12 @@ class Suspect:
             return [f"is not finite on {ranks(infinite)}"]
         if all(not bool(value.any()) for value in self.values.values()):
             return ["is zero on all ranks"]
-        single = (self._scaled, self._scaled_by_rank, self._right_at, self._other_part)
+        single = (self._scaled, self._scaled_by_rank, self._right_at, self._other_part, self._rounded)
         if self.kind == "parameter":
             kinds: tuple[tuple[Hypothesis, ...], ...] = ((*single, self._moved), (self._reordered,))
         else:
-            of_gradient = (self._unreduced, self._reduced_over_parts, self._left_in)
+            reduced = (self._unreduced, self._unshared, self._reduced_over_parts, self._reduced_over_others)
+            of_gradient = (*reduced, self._left_in)
             kinds = ((*of_gradient, *single), (self._unreduced_and_scaled, self._reordered))
         for kind in kinds:
             if found := [text for hypothesis in kind for text in hypothesis()]:
@@ -196,6 +198,23 @@ class Suspect:
                     if products(size, self._sizes, self.microbatches) != [over]:
                         factor = self.describe_factor(size)
                         yield f"is wrong twice: after a sum over {over}, which is missing, it is {factor}"
+
+    def _unshared(self) -> Iterator[str]:
+        """Yield sums over some ranks of an axis, which share a part: heads that are fewer than ranks."""
+        for axis in self.layout.large:
+            sharing = {
+                rank: [each for each in members if torch.equal(self.regions[each], self.regions[rank])]
+                for members in self.groups([axis])
+                for rank in members
+            }
+            if axis in self.replicated or max(map(len, sharing.values())) == 1:
+                continue
+            sums = {
+                rank: torch.stack([self.values[each] for each in of]).sum(0) for rank, of in sharing.items()
+            }
+            if self.equals(sums):
+                over = f"the ranks of {axis} that hold the same part"
+                yield f"equals the reference after a sum over {over}: that reduction is missing"
 
     def _scaled(self) -> Iterator[str]:
         if (factor := self.factor(self.values)) is not None:
@@ -242,6 +261,30 @@ class Suspect:
                     if self.equals(self.values, self.reduced(self.expected, over, op)):
                         axes = " and ".join(over)
                         yield f"is the {op} of the parts of all ranks of {axes}: reduced over what cuts it"
+
+    def _reduced_over_others(self) -> Iterator[str]:
+        """Yield the axes of a wrong group: one that cuts it, in place of one along which replicas differ."""
+        for lacking, cutting in product(self._differing, self.cutting):
+            expected = self.reduced(self.expected, [cutting], "sum")
+            if self.equals(self.reduced(self.values, [lacking], "sum"), expected):
+                yield f"is summed over {cutting}, which cuts it, in place of {lacking}"
+
+    def _rounded(self) -> Iterator[str]:
+        """Yield the dtype of which all values are, where the right ones have more digits."""
+        actual, expected = (
+            torch.cat([each[rank].reshape(-1) for rank in self.values])
+            for each in (self.values, self.expected)
+        )
+        for dtype in (torch.bfloat16, torch.float16, torch.float32):
+            allowed = torch.finfo(dtype).eps * self.scale
+            if (
+                len(actual) > 3
+                and torch.equal(actual, actual.to(dtype).double())
+                and not torch.equal(expected, expected.to(dtype).double())
+                and float((actual - expected).abs().max()) <= allowed
+            ):
+                yield f"is the reference rounded to {short(dtype)}"
+                return
 
     def _left_in(self) -> Iterator[str]:
         total = torch.zeros_like(self.whole)

@@ -177,6 +177,12 @@ class Weighing:
         """Return the sum over the blocks of each label."""
         return torch.zeros(counting.count, dtype=values.dtype).index_add(0, counting.labels, values)
 
+    def loss_of(self, gradients: Mapping[str, torch.Tensor]) -> float:
+        """Return the loss of which gradients are those; nan where they are no sum of those of blocks."""
+        found = fit(self.blocks.gradients, gradients) if gradients else None
+        losses = torch.tensor(self.blocks.losses, dtype=torch.float64).nan_to_num()
+        return math.nan if found is None else float(found.nan_to_num() @ losses)
+
     def explain_loss(self, loss: float) -> list[str]:
         """Return by which parts a wrong loss is explained: all that do so alike."""
         if self.blocks.weights is None:

@@ -51,6 +51,7 @@ GRADIENTS: dict[str, tuple[Change, str]] = {
         lambda g, rank: g.flip(0),
         "has the reference's values along dim 0 in another order: a packed weight cut whole, perhaps",
     ),
+    "float32": (lambda g, rank: g.float().double(), "is the reference rounded to float32"),
     "noise": (
         lambda g, rank: g + as_mask(g) * 1e-3,
         "differs; no single reduction, factor or part explains it",
@@ -148,6 +149,8 @@ class WithLoss(Plan):
         found = super().__call__(batch, microbatches)
         if self.bug == "loss doubled":
             return found * 2
+        if self.bug == "nan":
+            return found * math.nan
         if self.bug == "log":
             return found + math.log(2)
         return found * (self.layout.rank == 1)
@@ -161,6 +164,7 @@ class WithLoss(Plan):
             "log",
             "loss is the reference plus log 2: a log-sum-exp counts dp (2) wrongly (3.67937, ",
         ),
+        ("nan", "loss is not finite on ranks 0, 1 (nan, expected "),
         (
             "loss of one",
             "loss equals the reference after a sum over dp: that reduction is missing, or "
@@ -260,6 +264,15 @@ def test_a_loss_without_a_part_is_named() -> None:
     assert of.explain_loss(float(shares.sum()) * 1.01) == []
 
 
+def test_the_loss_of_blocks_that_count_as_in_gradients_is_known() -> None:
+    of = weighing(4, dp=2, fsdp=2)
+    assert of.blocks.weights is not None
+    found = of.blocks.weights * torch.tensor([1.0, 2, 0, 3], dtype=torch.float64)
+    loss = float(found @ torch.tensor(of.blocks.losses, dtype=torch.float64))
+    assert of.loss_of({"w": found @ of.blocks.gradients["w"]}) == pytest.approx(loss, rel=1e-9)
+    assert math.isnan(of.loss_of({"w": torch.ones(40, dtype=torch.float64)}))
+
+
 class WithNorm(PlanWithNorm):
     """A plan with a norm that is wrong in one of several ways."""
 
@@ -277,9 +290,12 @@ class WithNorm(PlanWithNorm):
             total = (cut + whole).sqrt()
             torch.distributed.all_reduce(total, group=self.layout.group("tp"))
             return total
+        own = cut + whole
         if self.layout["tp"] > 1:
             torch.distributed.all_reduce(cut, group=self.layout.group("tp"))
         total = cut + whole
+        if self.bug == "largest":
+            torch.distributed.all_reduce(total := own, torch.distributed.ReduceOp.MAX)
         if self.bug == "all ranks":
             torch.distributed.all_reduce(total := whole.clone())
             total = total + cut
@@ -288,6 +304,7 @@ class WithNorm(PlanWithNorm):
 
 NORMS = {
     "norms": "is a sum over tp of norms, not the root of a sum of squares",
+    "largest": "is the largest of the norms along tp, not the root of a sum of squares",
     "no root": "is a sum of squares, without the root",
     "one alone": "lacks a sum over tp of `down.weight`",
 }
@@ -333,6 +350,22 @@ class HeadUnreduced(PlanWithNorm):
         if self.bug == "over tp":
             torch.distributed.all_reduce(own, group=self.layout.group("tp"))
         self.model.head.weight.grad = own
+
+
+class WrongGroup(Plan):
+    """A plan of which one gradient is reduced over tp, which cuts it, in place of dp."""
+
+    def reduce(self) -> None:
+        own = self.model.up.weight.grad.clone()
+        super().reduce()
+        torch.distributed.all_reduce(own, group=self.layout.group("tp"))
+        self.model.up.weight.grad = own
+
+
+@pytest.mark.layouts(dp=(2,), tp=(2,))
+def test_a_reduction_over_the_wrong_group_is_named(layout: Layout) -> None:
+    cause = "is summed over tp, which cuts it, in place of dp"
+    assert report(layout, "", WrongGroup)[1] == f"gradient of `up.weight` {cause}"
 
 
 @pytest.mark.layouts(dp=(2,), tp=(2,))
