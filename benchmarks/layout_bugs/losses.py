@@ -212,6 +212,7 @@ BUGS = [
                 "    return entropy + second_share(output, labels, {'labels': mine}) / layout['cp'] +",
             ),
         ],
+        names=r"^gradient of `second.weight` .* has a wrong term `second` .* mean of .* each sequence part",
         module=r"second",
         layouts="cp2 dp2-cp2",
         **RICH,

@@ -99,15 +99,31 @@ class Failure:
     @cached_property
     def weighing(self) -> Weighing:
         """The blocks of the step's batch."""
+        return self._weighing("")
+
+    def _weighing(self, term: str) -> Weighing:
+        """Return the blocks of the step's batch, of a term of the loss alone if one is given."""
         axes = {axis: self.layout[axis] for axis in self.layout.large if axis in DATA_AXES}
         rows = math.prod(axes.values()) * self.microbatches
         sequence = self.layout["cp"] if self.reference.has_parts else 1
         return Weighing(
-            self.reference.blocks(self.moment.step, rows, sequence),
+            self.reference.blocks(self.moment.step, rows, sequence, term),
             axes,
             {axis: self.layout[axis] for axis in self.layout.large},
             self.microbatches,
         )
+
+    def explain(self, gradients: Tensors) -> list[str]:
+        """Return by which sums of blocks wrong gradients are explained, of the loss or of a term of it."""
+        if found := self.weighing.explain(gradients):
+            return found
+        for term in self.weighing.blocks.terms:
+            of_term, whole = self._weighing(term), self.weighing.blocks.whole
+            others = {name: whole[name] - of_term.blocks.whole[name] for name in gradients}
+            found = of_term.explain({name: each - others[name] for name, each in gradients.items()})
+            if found:
+                return [f"has a wrong term `{term}` of the loss, which {text}" for text in found]
+        return []
 
 
 def describe(failure: Failure, notes: Sequence[str] = ()) -> str:
@@ -181,7 +197,7 @@ def _by_cause(failure: Failure) -> dict[str, list[Suspect]]:
     """Return the wrong tensors by what explains each, "" where nothing does."""
     causes = {suspect.name: suspect.explanations() for suspect in failure.suspects}
     if failure.moment.kind == "gradient":
-        explain, gradients = failure.weighing.explain, failure.assembled
+        explain, gradients = failure.explain, failure.assembled
         unexplained = {name: each for name, each in gradients.items() if not causes[name]}
         is_one = not gradients or bool(set.intersection(*(set(causes[name]) for name in gradients)))
         # What explains all of them is the cause, though some may look like another change by themselves.

@@ -141,7 +141,7 @@ class Reference:
         first = {id(each): name for name, each in reversed(named.items())}
         self.tied = {name: first[id(each)] for name, each in named.items() if first[id(each)] != name}
         self._refuse_dead_tensors()
-        self._blocks: dict[tuple[int, int, int], Blocks] = {}
+        self._blocks: dict[tuple[int, int, int, str], Blocks] = {}
         self._are_moving: set[int] = set()
 
     @property
@@ -161,9 +161,9 @@ class Reference:
             self.task.run(self.task.loss, model, step, self.task.batches.of_steps[step]).backward()  # type: ignore[no-untyped-call]
         return trace
 
-    def blocks(self, step: int, rows: int, sequence: int = 1) -> Blocks:
-        """Return the gradients of blocks of a step's batch, computed at their first use."""
-        key = step, rows, sequence
+    def blocks(self, step: int, rows: int, sequence: int = 1, term: str = "") -> Blocks:
+        """Return the gradients of blocks of a step's batch, or of a term on them, computed at first use."""
+        key = step, rows, sequence, term
         if key not in self._blocks:
             self._blocks[key] = self._make_blocks(*key)
         return self._blocks[key]
@@ -237,8 +237,10 @@ class Reference:
                 parameter.copy_(self.steps[step].before[name])
         return model
 
-    def _make_blocks(self, step: int, rows: int, sequence: int) -> Blocks:
+    def _make_blocks(self, step: int, rows: int, sequence: int, term: str) -> Blocks:
         task, batch = self.task, self.task.batches.of_steps[step]
+        loss_of = dict(task.terms)[term] if term else task.loss
+        terms = () if term else task.terms
         model = self._model_of(step)
         losses, found = [], []
         for index in range(rows * sequence):
@@ -246,17 +248,19 @@ class Reference:
             if sequence > 1:
                 assert task.parts is not None, "sequence parts are asked for where there is a function"
                 kept = task.parts(kept, index % sequence, sequence)
-            loss = of_parts(task.loss, model, kept)
-            for _, each in task.terms:
+            loss = of_parts(loss_of, model, kept)
+            for _, each in terms:
                 loss = loss - of_parts(each, model, kept)
             losses.append(float(loss.detach()))
             found.append(_gradients(model, loss))
-        for _, each in task.terms:
-            losses.append(float((term := task.run(each, model, step, batch)).detach()))
-            found.append(_gradients(model, term))
+        for _, each in terms:
+            losses.append(float((loss := task.run(each, model, step, batch)).detach()))
+            found.append(_gradients(model, loss))
         gradients = {name: torch.stack([each[name] for each in found]) for name in found[0]}
-        terms = tuple(name for name, _ in task.terms)
-        return Blocks(rows, sequence, terms, tuple(losses), gradients, self.steps[step].gradients)
+        whole = (
+            _gradients(model, task.run(loss_of, model, step, batch)) if term else self.steps[step].gradients
+        )
+        return Blocks(rows, sequence, tuple(name for name, _ in terms), tuple(losses), gradients, whole)
 
 
 def train(task: Task, model: nn.Module, batches: Sequence[Batch]) -> list[Step]:
