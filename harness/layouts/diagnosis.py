@@ -117,13 +117,16 @@ class Failure:
         """Return by which sums of blocks wrong gradients are explained, of the loss or of a term of it."""
         if found := self.weighing.explain(gradients):
             return found
-        for term in self.weighing.blocks.terms:
-            of_term, whole = self._weighing(term), self.weighing.blocks.whole
-            others = {name: whole[name] - of_term.blocks.whole[name] for name in gradients}
-            found = of_term.explain({name: each - others[name] for name, each in gradients.items()})
-            if found:
-                return [f"has a wrong term `{term}` of the loss, which {text}" for text in found]
-        return []
+        whole, terms = (
+            self.weighing.blocks.whole,
+            [self._weighing(each) for each in self.weighing.blocks.terms],
+        )
+        for name, of in zip(self.weighing.blocks.terms, terms, strict=True):
+            others = {each: whole[each] - of.blocks.whole[each] for each in gradients}
+            if found := of.explain({each: value - others[each] for each, value in gradients.items()}):
+                return [f"has a wrong term `{name}` of the loss, which {text}" for text in found]
+        joined = self.weighing.with_terms([each.blocks for each in terms]) if terms else None
+        return joined.explain(gradients) if joined is not None else []
 
 
 def describe(failure: Failure, notes: Sequence[str] = ()) -> str:

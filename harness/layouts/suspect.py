@@ -243,6 +243,7 @@ class Suspect:
         for rank, factor in factors.items():
             by_factor.setdefault(f"{factor:.6g}", []).append(rank)
         if len(by_factor) > 1:
+            by_factor.pop("1", None)
             several = (f"{factor} times the reference on {ranks(of)}" for factor, of in by_factor.items())
             yield f"is {', '.join(several)}"
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import combinations, permutations
 
 import torch
@@ -176,6 +176,20 @@ class Weighing:
     def _sums(self, values: torch.Tensor, counting: Counting) -> torch.Tensor:
         """Return the sum over the blocks of each label."""
         return torch.zeros(counting.count, dtype=values.dtype).index_add(0, counting.labels, values)
+
+    def with_terms(self, terms: Sequence[Blocks]) -> Weighing | None:
+        """Return blocks to which terms add their parts of each; None where a term is no sum over blocks."""
+        losses, gradients = torch.zeros(self._number, dtype=torch.float64), dict[str, torch.Tensor]()
+        for of in (self.blocks, *terms):
+            if of.weights is None:
+                return None
+            weights = of.weights[: self._number].nan_to_num()
+            losses += weights * torch.tensor(of.losses[: self._number], dtype=torch.float64).nan_to_num()
+            for name, each in of.gradients.items():
+                parts = weights.view(-1, *[1] * (each.dim() - 1)) * each[: self._number]
+                gradients[name] = gradients[name] + parts if name in gradients else parts
+        blocks = replace(self.blocks, terms=(), losses=tuple(losses.tolist()), gradients=gradients)
+        return replace(self, blocks=blocks)
 
     def loss_of(self, gradients: Mapping[str, torch.Tensor]) -> float:
         """Return the loss of which gradients are those; nan where they are no sum of those of blocks."""

@@ -250,6 +250,25 @@ def test_a_tensor_that_an_auxiliary_loss_does_not_reach_is_explained_alone() -> 
     assert of.explain({**lost, "router": whole["router"] / 2}) == []
 
 
+def test_a_part_is_lost_with_what_a_term_adds_to_it() -> None:
+    of = weighing(6, microbatches=3, dp=2)
+    base, whole = of.blocks.gradients["w"], of.blocks.whole["w"]
+    term = replace(of.blocks, gradients={"w": base.cos()}, whole={"w": base.cos().mean(0)})
+    stacked = {"w": torch.cat([base, term.whole["w"][None]])}
+    losses = (*of.blocks.losses, 1.0)
+    blocks = replace(
+        of.blocks, terms=("z",), losses=losses, gradients=stacked, whole={"w": whole + term.whole["w"]}
+    )
+    of = replace(of, blocks=blocks)
+    lost = kept(6, 1, 4)
+    wrong = {"w": (lost * weights(6)) @ base + lost @ base.cos() / 6}
+    assert of.explain(wrong) == []
+    joined = of.with_terms([term])
+    assert joined is not None
+    assert joined.explain(wrong) == ["lacks microbatch 1 of 3"]
+    assert of.with_terms([replace(term, whole={"w": whole.sin()})]) is None
+
+
 def test_parts_that_count_at_random_are_not_named() -> None:
     of = weighing(4, sequence=2, dp=4)
     assert explained(of, torch.rand(8, generator=torch.Generator().manual_seed(1), dtype=torch.float64)) == []
