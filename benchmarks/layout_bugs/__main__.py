@@ -36,7 +36,8 @@ SECONDS = 1800.0
 NO_NAME = re.compile(
     r"first divergence: .*|all outputs and their gradients agree.*|largest: .*|note: .*|"
     r".* differs; no single reduction.*|.* differs, which that may have caused|"
-    r"loss is [-\d.naif, ]+(expected [-\d.e]+|off by [-\d.e+]+)|total norm differs .*"
+    r"loss is [-\d.naif, ]+(expected [-\d.e]+|off by [-\d.e+]+)|"
+    r"total norm (differs|is that of the gradients that the ranks hold) .*"
 )
 """Sentences of a report that name no cause."""
 NAMED, NOT_NAMED, WRONGLY, LOST = "named", "not named", "NAMED WRONGLY", "NOT CAUGHT"

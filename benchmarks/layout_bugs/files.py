@@ -60,9 +60,8 @@ def find(dotted: str) -> Any:
     return getattr(importlib.import_module(module), name)
 
 
-@contextmanager
-def planted(bug: Bug) -> Iterator[None]:
-    """Import modules of plans again, with the edits of a bug."""
+def edited(bug: Bug) -> dict[str, str]:
+    """Return the sources of the modules that a bug edits, with its edits."""
     sources: dict[str, str] = {}
     for module, before, after in bug.edits:
         path = next(folder / f"{module}.py" for folder in PLANS if (folder / f"{module}.py").exists())
@@ -70,6 +69,12 @@ def planted(bug: Bug) -> Iterator[None]:
         if source.count(before) != 1:  # an AssertionError would be taken for a report
             raise ValueError(f"{bug.name}: {source.count(before)} times {before!r} in {path}")
         sources[module] = source.replace(before, after)
+    return sources
+
+
+@contextmanager
+def planted(bug: Bug) -> Iterator[None]:
+    """Import modules of plans again, with the edits of a bug."""
     names = {path.stem for folder in PLANS for path in folder.glob("*.py")} - {
         "bug",
         "files",
@@ -77,7 +82,7 @@ def planted(bug: Bug) -> Iterator[None]:
         *ENTRIES,
     }
     kept = {name: sys.modules.pop(name) for name in names if name in sys.modules}
-    sys.meta_path.insert(0, finder := _Edited(sources))
+    sys.meta_path.insert(0, finder := _Edited(edited(bug)))
     try:
         yield
     finally:

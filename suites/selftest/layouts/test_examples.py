@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 from suites.selftest.project import run_pytest
@@ -33,3 +35,11 @@ def test_a_sum_that_a_plan_lacks_is_named(tmp_path: Path) -> None:
     run = run_pytest(tmp_path, *arguments, **WITHOUT_OTHERS)
     assert "equals the reference after a sum over tp: that reduction is missing" in run.output
     assert run.count() == "1 failed, 9 deselected", run.output
+
+
+def test_the_bugs_of_the_benchmark_still_are_edits_of_the_plans() -> None:
+    code = "import files; print(sum(bool(files.edited(bug)) for bug in files.all_bugs()))"
+    folder = EXAMPLES.parents[1] / "benchmarks" / "layout_bugs"
+    done = subprocess.run([sys.executable, "-c", code], cwd=folder, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert int(done.stdout) >= 80
