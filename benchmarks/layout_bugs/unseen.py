@@ -52,7 +52,7 @@ BUGS = [
         layouts="dp2-pp2 pp2-tp2",
     ),
     Bug(
-        "FSDP ignores a parameter, and nobody reduces its gradient",
+        "FSDP ignores a parameter, and no rank reduces its gradient",
         "",
         [
             (

@@ -30,7 +30,7 @@ fronts = pytest.mark.parametrize("front", FRONTS, indirect=True)
 
 @dataclass(frozen=True)
 class Run:
-    """How an engine trains in a layout.
+    """The training of an engine in a layout.
 
     Attributes:
         axes: over which it shards or replicates, as over one.
@@ -47,7 +47,7 @@ class Run:
 
 
 class Trainer:
-    """What `assert_same_as_unsharded` trains.
+    """The trainer that `assert_same_as_unsharded` is given.
 
     DTensors say themselves which part they are. Else `model` is a copy of full parameters and gradients.
     """

@@ -1,8 +1,8 @@
 """Small models, each made for one difficulty. Plain modules: sharding is the adapter's affair.
 
-Imports torch, nothing else of harness, and torchvision only when a model of it is requested. Most have
-`units`, the submodules to shard on their own, by name or by class; `batch(generator)`, which makes an input;
-and `loss(output, ...)`.
+Imports torch, of harness nothing but `layouts` in `parted`, and torchvision only when a model of it is
+requested. Most have `units`, the submodules to shard on their own, by name or by class; `batch(generator)`,
+which makes an input; and `loss(output, ...)`.
 """
 
 from lockstep.conformance.models.dtypes import (

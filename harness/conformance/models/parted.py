@@ -47,7 +47,7 @@ def _both(x: Tensor, forward: Callable[[Tensor], Tensor], backward: Callable[[Te
 
 @dataclass(frozen=True)
 class Cuts:
-    """What a layout makes of the operations of the model.
+    """Operations of the model in a layout.
 
     Attributes:
         layout: None is one rank.
@@ -163,8 +163,9 @@ class PartedModel(nn.Module):
         self.head = nn.Linear(_WIDTH, _VOCABULARY, bias=False)
         if is_tied:
             self.head.weight = self.embed.weight
-        for block in self.blocks.values():
-            nn.init.uniform_(block.norm.weight, 0.5, 1.5)
+        for module in self.modules():
+            if isinstance(module, nn.RMSNorm):
+                nn.init.uniform_(module.weight, 0.5, 1.5)
 
     def forward(self, x: Tensor) -> Tensor:
         if self.embed is not None:
@@ -177,7 +178,7 @@ class PartedModel(nn.Module):
         """Leave this rank's stage, and its part of each parameter."""
         assert cuts.layout is not None, "a layout to cut by"
         for module in self.modules():
-            if hasattr(module, "cuts"):
+            if isinstance(module, _Experts | _Block | PartedModel):
                 module.cuts = cuts
         for name, parameter in self.named_parameters():
             parameter.data = SHARDS.cut(name, parameter, cuts.layout)
