@@ -28,11 +28,12 @@ from lockstep.layouts.reference import (
     Reference,
     Task,
     Tensors,
+    is_narrow,
     of_parts,
     reference_of,
     takes_parts,
 )
-from lockstep.layouts.rounding import excess, in_dtype
+from lockstep.layouts.rounding import excess, in_dtype, model_in_dtype
 from lockstep.layouts.shards import ShardMap, region_of
 from lockstep.recorders.tensors import local_part, short
 
@@ -140,7 +141,7 @@ def assert_same_as_unsharded(
     def train(
         batches: Sequence[Batch], trace: Trace | None = None, dtype: torch.dtype = torch.float64
     ) -> _ShardedRun:
-        trainer = trainer_of(parallelize(build().to(dtype), layout), loss, layout)
+        trainer = trainer_of(parallelize(model_in_dtype(build(), dtype), layout), loss, layout)
         run = _ShardedRun(trainer, reference, shards, layout, dtype)
         run.train(batches, microbatches, optimizer, trace)
         return run
@@ -363,5 +364,5 @@ class _ShardedRun:
             return
         for kind, named in (("parameter", model.named_parameters()), ("buffer", model.named_buffers())):
             for own, each in named:
-                if each.is_floating_point() and each.dtype != torch.float64:
+                if is_narrow(each):
                     moment.complaints.append(f"{kind} `{own}` is {short(each.dtype)}: keep it in float64")

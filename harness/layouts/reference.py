@@ -210,7 +210,7 @@ class Reference:
         if not any(each.requires_grad for _, each in named):
             raise ValueError("build() returns a model without a parameter to train")
         for name, each in named:
-            if each.is_floating_point() and each.dtype != torch.float64:
+            if is_narrow(each):
                 raise ValueError(f"`{name}` of the reference is {short(each.dtype)}: build it in float64")
 
     def _refuse_dead_tensors(self) -> None:
@@ -282,6 +282,12 @@ def train(task: Task, model: nn.Module, batches: Sequence[Batch]) -> list[Step]:
         optimizer.step()
         steps.append(Step(before, float(loss.detach()), gradients, norm, _copies(model)))
     return steps
+
+
+def is_narrow(tensor: torch.Tensor) -> bool:
+    """Return whether a tensor has fewer digits than float64."""
+    has_digits = tensor.is_floating_point() or tensor.is_complex()
+    return has_digits and tensor.dtype not in (torch.float64, torch.complex128)
 
 
 def fit(gradients: Mapping[str, torch.Tensor], target: Mapping[str, torch.Tensor]) -> torch.Tensor | None:

@@ -32,7 +32,7 @@ def tolerances(reference: Reference, dtype: torch.dtype) -> list[Step]:
     """
     task, eps = reference.task, torch.finfo(dtype).eps
     batches = task.batches.of_steps
-    runs = [train(task, task.build().to(dtype), [in_dtype(each, dtype) for each in batches])]
+    runs = [train(task, model_in_dtype(task.build(), dtype), [in_dtype(each, dtype) for each in batches])]
     runs += [train(task, _perturbed(task.build(), eps, seed), batches) for seed in range(_PERTURBED)]
 
     def largest(right: torch.Tensor, others: Sequence[torch.Tensor]) -> torch.Tensor:
@@ -64,6 +64,17 @@ def in_dtype(batch: Batch, dtype: torch.dtype) -> Batch:
     if isinstance(batch, Mapping):
         return {name: in_dtype(each, dtype) for name, each in batch.items()}
     return batch
+
+
+def model_in_dtype(model: nn.Module, dtype: torch.dtype) -> nn.Module:
+    """Return a model with its floating-point parameters and buffers in a dtype.
+
+    `Module.to` casts complex ones too, such as the cache of a rotary embedding, and drops imaginary parts.
+    """
+    for each in (*model.parameters(), *model.buffers()):
+        if each.is_floating_point():
+            each.data = each.data.to(dtype)
+    return model
 
 
 def excess(moments: Sequence[Moment], reference: Reference, dtype: torch.dtype) -> tuple[int, float, str]:

@@ -48,10 +48,14 @@ def in_float32() -> nn.Module:
     return build().float()
 
 
-def with_float32_buffer() -> nn.Module:
+def with_float32_buffer(dtype: torch.dtype = torch.float32) -> nn.Module:
     model = build()
-    model.register_buffer("scale", torch.ones(1))
+    model.register_buffer("scale", torch.ones(1, dtype=dtype))
     return model
+
+
+def with_complex64_buffer() -> nn.Module:
+    return with_float32_buffer(torch.complex64)
 
 
 def frozen() -> nn.Module:
@@ -90,6 +94,10 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "float32 buffer": (
         {"build": with_float32_buffer},
         "`scale` of the reference is float32: build it in float64",
+    ),
+    "complex64 buffer": (
+        {"build": with_complex64_buffer},
+        "`scale` of the reference is complex64: build it in float64",
     ),
     "frozen": ({"build": frozen}, "build.. returns a model without a parameter to train"),
     "stuck": ({"optimizer": stuck}, "`embed.weight` of the reference does not move in 3 steps"),

@@ -138,6 +138,30 @@ def test_a_declared_partial_gradient_is_reduced_and_noted(layout: Layout) -> Non
     assert notes == ["gradient of `scale` is (Partial(avg),): reduced here, as it declares"]
 
 
+class Rotation(nn.Module):
+    """A rotary embedding with a complex cache, which `Module.to(torch.float64)` would make real."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.up = nn.Linear(6, 6, dtype=torch.float64)
+        angles = torch.arange(3, dtype=torch.float64)
+        self.register_buffer("cache", torch.polar(torch.ones_like(angles), angles))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        pairs = torch.view_as_complex(self.up(x).unflatten(-1, (3, 2)))
+        return x + torch.view_as_real(pairs * self.cache).flatten(-2)
+
+
+@pytest.mark.layouts(dp=(1, 2))
+def test_a_complex_buffer_stays_complex(layout: Layout) -> None:
+    def parallelize(model: nn.Module, layout: Layout) -> nn.Module:
+        assert model.cache.is_complex()
+        return fully_shard(model, mesh=layout.mesh)
+
+    assert_same_as_unsharded(layout, Rotation, parallelize, pairs(), mean_square)
+
+
 class Experts(nn.Module):
     """A layer of experts, of which a router chooses one for each token."""
 
