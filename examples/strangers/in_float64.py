@@ -1,7 +1,7 @@
 """What a project computes in float32 whatever its parameters are, in float64.
 
-Projects cast to float32 in norms, in routers, in RoPE and in losses, as the alternative is bfloat16. Of a float64 model such
-a cast rounds away nine digits, differently on each layout, and nothing could agree within 1e-12.
+Projects cast to float32 in norms, routers, RoPE and losses, as their alternative is bfloat16. In a float64
+model such a cast rounds nine digits away, on each layout in another way: nothing could agree within 1e-12.
 """
 
 import torch
@@ -10,7 +10,7 @@ from torch.utils._pytree import tree_map
 
 
 class InFloat64(TorchFunctionMode):
-    """Takes `torch.float32` for `torch.float64`, and `x.float()` for `x.double()`, in what is called within it."""
+    """Takes float32 for float64, and `x.float()` for `x.double()`, in what is called within it."""
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
         func = torch.Tensor.double if func is torch.Tensor.float else func

@@ -1,7 +1,8 @@
 """Gradients of norms of heads, summed over tp once a microbatch: of two microbatches the first counts twice.
 
-transformers 5.23.0, distributed/tensor_parallel.py, `ReplicatedWithGradAllReduce`: its hook reduces `param.grad`, which has
-the earlier microbatches, already reduced, in it. Run: torchrun --nproc-per-node 2 shows_accumulation.py
+transformers 5.23.0, distributed/tensor_parallel.py, `ReplicatedWithGradAllReduce`: its hook reduces
+`param.grad`, in which earlier microbatches are, already reduced.
+Run: torchrun --nproc-per-node 2 shows_accumulation.py
 """
 
 import torch

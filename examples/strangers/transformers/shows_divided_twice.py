@@ -1,9 +1,9 @@
 """FSDP2 on a mesh of one rank, with a divide factor of 2: gradients in float64 and float16 are divided by 4.
 
-torch 2.13, distributed/fsdp/_fully_shard/_fsdp_collectives.py, `foreach_reduce`: where the mesh has one rank, the input is
-divided by `gradient_divide_factor`, besides the factors before and after it of `_get_gradient_divide_factors`, which are
-those of other dtypes than float32 and bfloat16. Experts of transformers are on such meshes if ep is all ranks: a model in
-float16 has half the gradient that it should have. Run: torchrun --nproc-per-node 2 shows_divided_twice.py
+torch 2.13, distributed/fsdp/_fully_shard/_fsdp_collectives.py, `foreach_reduce`: where the mesh has one rank,
+the input is divided by `gradient_divide_factor`, besides the factors of `_get_gradient_divide_factors`, which
+are None in float32 and bfloat16 alone. Experts of transformers are on such meshes if ep is all ranks.
+Run: torchrun --nproc-per-node 2 shows_divided_twice.py
 """
 
 import torch

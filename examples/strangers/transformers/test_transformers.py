@@ -1,4 +1,4 @@
-"""Models of transformers, loaded with the plans of their configurations, over dp, fsdp and tp; experts over all ranks."""
+"""Models of transformers, with the plans of their configurations, over dp, fsdp and tp, and experts over ranks."""
 
 import pytest
 import torch
