@@ -10,11 +10,19 @@ from torch.utils._pytree import tree_map
 
 
 class InFloat64(TorchFunctionMode):
-    """Takes float32 for float64, and `x.float()` for `x.double()`, in what is called within it."""
+    """Takes float32 for float64, and `x.float()` for `x.double()`, in what is called within it.
+
+    Attributes:
+        instead: other arguments to be taken for others, such as the device "cuda" for "cpu".
+    """
+
+    def __init__(self, instead=None):
+        super().__init__()
+        self.instead = {torch.float32: torch.float64, **(instead or {})}
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
+        def replace(each):
+            return self.instead.get(each, each) if isinstance(each, str | torch.dtype) else each
+
         func = torch.Tensor.double if func is torch.Tensor.float else func
-        args, kwargs = tree_map(
-            lambda each: torch.float64 if each is torch.float32 else each, (args, kwargs or {})
-        )
-        return func(*args, **kwargs)
+        return func(*tree_map(replace, args), **tree_map(replace, kwargs or {}))
