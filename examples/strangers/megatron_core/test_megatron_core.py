@@ -1,4 +1,4 @@
-"""A GPT of Megatron-core by its layers, its DDP and its pipeline schedule, over pp, dp and tp, on CPU ranks."""
+"""A GPT of Megatron-core by its layers, its DDP and its schedule of pipelines, over pp, dp and tp."""
 
 import re
 
@@ -43,7 +43,7 @@ SHARDS = ShardMap(
 
 @pytest.fixture(autouse=True)
 def on_cpu(monkeypatch):
-    """Megatron-core makes tensors on the current device of CUDA, and scales gradients in the default dtype."""
+    """Megatron-core makes tensors on the current CUDA device, and scales gradients in the default dtype."""
     monkeypatch.setattr(torch.cuda, "current_device", lambda: "cpu")
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
     torch.set_default_dtype(torch.float64)

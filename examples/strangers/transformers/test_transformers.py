@@ -1,4 +1,4 @@
-"""Models of transformers, with the plans of their configurations, over dp, fsdp and tp; experts over ranks."""
+"""Models of transformers, with the plans of their configurations, over dp, fsdp and tp, and experts."""
 
 import pytest
 import torch
