@@ -1,4 +1,4 @@
-"""Models of transformers, with the plans of their configurations, over dp, fsdp and tp, and experts."""
+"""Models of transformers, by the plans of their configurations, over dp, fsdp, tp, and experts over ranks."""
 
 import pytest
 import torch
