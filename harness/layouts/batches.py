@@ -104,7 +104,9 @@ def refuse(batches: Sequence[Batch], microbatches: Sequence[int], data: int) -> 
             raise ValueError(
                 f"batch {step} has {rows_of(batch)} rows: too few for {data} parts of {micro} microbatches"
             )
-        parts = [part_of(batch, index, data * micro) for index in range(data * micro)]
+        of_ranks = (part_of(batch, index, data) for index in range(data))
+        cut = (part_of(each, index, micro) for each in of_ranks for index in range(micro))
+        parts = [each for each in cut if rows_of(each)]  # the last ones are empty where rows do not divide
         for first, second in combinations(range(len(parts)), 2):
             if _is_alike(parts[first], parts[second]):
                 raise ValueError(

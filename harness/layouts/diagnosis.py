@@ -138,7 +138,9 @@ def describe(failure: Failure, notes: Sequence[str] = ()) -> str:
         parting = [text] if failure.suspects and (text := _parting(failure)) else []
         lines = [*causes, *numbers, *rest, *parting] if causes else [*parting, *numbers, *rest]
     lines += [f"note: {note}" for note in notes]
-    title = f"{failure.layout.name} is not the unsharded model ({failure.moment.title}):"
+    across = ", ".join(failure.layout.across_hosts)
+    when = f"{failure.moment.title}; across hosts: {across}" if across else failure.moment.title
+    title = f"{failure.layout.name} is not the unsharded model ({when}):"
     return "\n".join([title, *(f"  {line}" for line in lines[: _LINES - 1])])
 
 

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import gc
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Self
 
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from lockstep.recorders.collectives import Collective
+from lockstep.recorders.torch_internals import group_of
 
 AXES = ("pp", "dp", "fsdp", "ep", "cp", "tp")
 """The axes that every layout has; those that a test does not name are of size 1."""
@@ -19,7 +24,7 @@ class Layout:
     """A mesh of the world's ranks, with a name for each axis. Every rank must make it.
 
     Ranks are numbered along the last axis first. The mesh and its groups are of the axes larger than 1; they
-    end with `close`, which the fixture `layout` calls.
+    end with `close`, which the fixture `layout` calls, or with a block `with Layout(...) as layout`.
 
     Attributes:
         sizes: all axes, the outermost first.
@@ -28,13 +33,15 @@ class Layout:
     Args:
         sizes: as above; their product is the size of the world.
         device_type: of the mesh.
+        hosts: name of the host of each rank, where they are on several.
 
     Raises:
         ValueError: the world has another number of ranks.
     """
 
-    def __init__(self, sizes: Mapping[str, int], device_type: str = "cpu") -> None:
+    def __init__(self, sizes: Mapping[str, int], device_type: str = "cpu", hosts: Sequence[str] = ()) -> None:
         self.sizes = {**sizes, **{axis: 1 for axis in AXES if axis not in sizes}}
+        self._hosts = hosts
         large = {axis: size for axis, size in sizes.items() if size > 1}
         self.name = "-".join(f"{axis}{size}" for axis, size in large.items()) or "one rank"
         self._large = large
@@ -51,6 +58,12 @@ class Layout:
 
     def __repr__(self) -> str:
         return f"<layout {self.name}>"
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
 
     def __getitem__(self, axis: str) -> int:
         """Return the size of an axis."""
@@ -78,6 +91,20 @@ class Layout:
     def large(self) -> tuple[str, ...]:
         """The axes larger than 1."""
         return tuple(self._large)
+
+    @property
+    def across_hosts(self) -> tuple[str, ...]:
+        """The axes along which neighbours are on different hosts; none on one host."""
+        hosts = self._hosts
+        return tuple(
+            axis
+            for axis in (self._large if hosts else ())
+            if any(
+                hosts[rank] != hosts[each]
+                for rank in range(len(hosts))
+                for each in self.members([axis], rank)
+            )
+        )
 
     @property
     def mesh(self) -> DeviceMesh:
@@ -120,6 +147,19 @@ class Layout:
         world = range(math.prod(self._large.values()))
         return [each for each in world if [self.at(axis, each) for axis in others] == mine]
 
+    def by_axes(self, collectives: Iterable[Collective]) -> dict[str, list[Collective]]:
+        """Return the collectives of a log by the axes of their groups: "tp", or "dp-cp" of two.
+
+        A group that is not of all ranks along some axes has the key of the axes on which its ranks differ. It
+        must be called before the layout ends.
+        """
+        found: dict[str, list[Collective]] = {}
+        for each in collectives:
+            ranks = dist.get_process_group_ranks(group_of(each.group))
+            axes = (axis for axis in self._large if len({self.at(axis, rank) for rank in ranks}) > 1)
+            found.setdefault("-".join(axes), []).append(each)
+        return found
+
     def slice(self, tensor: torch.Tensor, axes: str | Sequence[str], dim: int = 0) -> torch.Tensor:
         """Return this rank's part of a tensor that is cut over axes, as a view.
 
@@ -137,6 +177,8 @@ class Layout:
         for group in ended:
             if group is not dist.group.WORLD:
                 dist.destroy_process_group(group)
+        # Models refer to the mesh, often in cycles, and it to its groups: gloo's threads would stay.
+        gc.collect()
 
 
 def as_axes(axes: str | Sequence[str]) -> tuple[str, ...]:

@@ -7,7 +7,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self, TypeVar
 
@@ -70,6 +70,7 @@ class Collective:
         in_backward: whether autograd was running on this thread.
         label: the name of the innermost `torch.profiler.record_function` around it, "" if there is none.
             Engines name there the purpose of the collective.
+        group: torch's name of the process group.
     """
 
     op: str
@@ -80,6 +81,7 @@ class Collective:
     index: int
     in_backward: bool
     label: str = ""
+    group: str = field(default="", compare=False)  # a group that is made again has another
 
     @property
     def dtype(self) -> torch.dtype:
@@ -182,15 +184,16 @@ class CollectivesLog(TorchDispatchMode):  # type: ignore[no-untyped-call]  # tor
         read = [value for key, value in arguments.items() if key.startswith("input") and "split" not in key]
         tensors = named_tensors(read[0] if read else arguments.get("tensors"))
         inputs = [] if op == "recv" else list(tensors.values())
-        if (size := arguments.get("group_size")) is None:
-            size = group_of(arguments.get("process_group", arguments.get("group_name"))).size()
-        self._append(op, [(t.shape, t.dtype) for t in inputs], int(size))
+        group = group_of(arguments.get("process_group", arguments.get("group_name")))
+        self._append(op, [(t.shape, t.dtype) for t in inputs], group.size(), group.group_name)
 
     def _record_shm(self, entry: Entry) -> None:
         if threading.get_ident() == self._thread and not self._is_recorded:
-            self._append(_SPELLING.get(entry.op, entry.op), entry.inputs, entry.group_size)
+            self._append(_SPELLING.get(entry.op, entry.op), entry.inputs, entry.group_size, entry.group)
 
-    def _append(self, op: str, inputs: Sequence[tuple[torch.Size, torch.dtype]], group_size: int) -> None:
+    def _append(
+        self, op: str, inputs: Sequence[tuple[torch.Size, torch.dtype]], group_size: int, group: str
+    ) -> None:
         self._entries.append(
             Collective(
                 op=op,
@@ -201,6 +204,7 @@ class CollectivesLog(TorchDispatchMode):  # type: ignore[no-untyped-call]  # tor
                 index=len(self._entries),
                 in_backward=in_backward(),
                 label=self._labels[-1] if self._labels else "",
+                group=group,
             )
         )
 

@@ -179,6 +179,7 @@ def _read_call(name: str, given: Mapping[str, Any]) -> tuple[Call, tuple[str, st
         group_size=group.size(),
         index=0,
         in_backward=in_backward(),
+        group=group.group_name,
     )
     is_async = bool(given.get("async_op", getattr(opts, "asyncOp", op != "monitored_barrier")))
     result = written or list(named_tensors(given.get("tensors")).values())

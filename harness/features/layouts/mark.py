@@ -8,15 +8,17 @@ from __future__ import annotations
 import itertools
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from lockstep.bounds import MOST_PROCESSES, is_whole, shown
+from lockstep.bounds import MOST_PROCESSES, MOST_RANKS, is_whole, shown
 from lockstep.marker import MarkError
 
-OF_RANKS = ("backend", "fresh", "timeout")
-"""Options that are those of the mark `ranks`, and no axes."""
+OF_RANKS = ("backend", "fresh", "timeout", "needs", "hosts")
+"""Options of the core that are those of the mark `ranks`, and no axes."""
+FAKE = "fake"
+"""The backend of worlds that one process stands for."""
 AGAIN = "-again"
 """The end of the names of layouts that run for the second time."""
 _AXIS = re.compile(r"[a-z][a-z_]*")
@@ -53,8 +55,11 @@ class LayoutsMark:
     of_ranks: Mapping[str, Any] = field(default_factory=dict)
 
 
-def parse_mark(args: tuple[Any, ...], options: Mapping[str, Any]) -> LayoutsMark:
+def parse_mark(args: tuple[Any, ...], options: Mapping[str, Any], added: Collection[str] = ()) -> LayoutsMark:
     """Return what a mark asks for.
+
+    Args:
+        added: options that features have added to the mark `ranks`, which are no axes either.
 
     Raises:
         MarkError: its arguments make no sense; the message says which, and what to write.
@@ -63,16 +68,19 @@ def parse_mark(args: tuple[Any, ...], options: Mapping[str, Any]) -> LayoutsMark
     if args:
         raise MarkError(f"layouts({shown(args[0])}): axes have names: {example}")
     at_most = options.get("at_most", 8)
-    if not is_whole(at_most) or not 2 <= at_most <= MOST_PROCESSES:
-        raise MarkError(f"layouts(at_most={shown(at_most)}): a number of ranks from 2 to {MOST_PROCESSES}")
+    most = MOST_RANKS if options.get("backend") == FAKE else MOST_PROCESSES
+    if not is_whole(at_most) or not 2 <= at_most <= most:
+        raise MarkError(f"layouts(at_most={shown(at_most)}): a number of ranks from 2 to {most}")
+    if options.get("backend") == FAKE and not is_whole(options.get("as_rank", 0)):
+        raise MarkError(f"layouts(as_rank={shown(options['as_rank'])}): one rank, which each layout runs as")
     both = options.get("both_orders", False)
     if not isinstance(both, bool) or (both and options.get("fresh")):
         raise MarkError(
             f"layouts(both_orders={shown(both)}): True or False, and not with fresh=True: new processes have "
             "no state of other layouts"
         )
-    ours = (*OF_RANKS, "at_most", "both_orders")
-    axes = {name: sizes for name, sizes in options.items() if name not in ours}
+    of_ranks = {name: value for name, value in options.items() if name in OF_RANKS or name in added}
+    axes = {n: sizes for n, sizes in options.items() if n not in (*of_ranks, "at_most", "both_orders")}
     for name, sizes in axes.items():
         are_sizes = isinstance(sizes, tuple | list) and bool(sizes) and all(map(is_whole, sizes))
         if not are_sizes or min(sizes) < 1 or len(set(sizes)) < len(sizes):
@@ -84,7 +92,8 @@ def parse_mark(args: tuple[Any, ...], options: Mapping[str, Any]) -> LayoutsMark
         raise MarkError(f"layouts({', '.join(axes)}): no layout of 2 to {at_most} ranks: {example}")
     if both:
         layouts += tuple(replace(each, again=True) for each in reversed(layouts))
-    return LayoutsMark(layouts, {name: options[name] for name in OF_RANKS if name in options})
+    # Ids of items name one rank of a fake world alone: it is the first one of each layout.
+    return LayoutsMark(layouts, {"as_rank": 0, **of_ranks} if of_ranks.get("backend") == FAKE else of_ranks)
 
 
 def _layouts(axes: Mapping[str, Any], at_most: int) -> tuple[Sizes, ...]:

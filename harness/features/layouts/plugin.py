@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import gc
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 import pytest
 
-from lockstep.features.layouts.mark import MarkError, parse_mark
+from lockstep.features.layouts.mark import FAKE, MarkError, parse_mark
 from lockstep.hookspecs import RANK_PLUGIN
+from lockstep.options import default_backend
 from lockstep.rank_session import session_of
 
 if TYPE_CHECKING:
@@ -36,9 +36,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line(
         "markers",
-        "layouts(at_most=8, both_orders=False, backend=None, fresh=False, timeout=None, **axes): run the "
-        "test on every layout of axes such as dp=(1, 2), tp=(1, 2), one item each, of as many ranks as it "
-        "has, at most `at_most`; in both orders, to see what one layout leaves to the next.",
+        "layouts(at_most=8, both_orders=False, **axes): run the test on every layout of axes such as "
+        "dp=(1, 2), tp=(1, 2), one item each, of as many ranks as it has, at most `at_most`; in both orders, "
+        "to see what one layout leaves to the next. Options of the mark `ranks` are options here, too.",
     )
     if not config.pluginmanager.hasplugin(RANK_PLUGIN):
         from lockstep.features.layouts.controller import Layouts
@@ -68,7 +68,11 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     if any(each.name == "ranks" for each in definition.own_markers):
         _refuse(metafunc, "layouts: a layout says on how many ranks the test runs; remove the mark `ranks`")
     try:
-        wanted = parse_mark(mark.args, mark.kwargs)
+        added = [name for each in metafunc.config.hook.pytest_ranks_mark_options() for name in each]
+        options = dict(mark.kwargs)
+        if default_backend(metafunc.config) == FAKE and options.get("needs") == ():
+            options.setdefault("backend", FAKE)  # so that each layout is one item
+        wanted = parse_mark(mark.args, options, added)
     except MarkError as error:
         _refuse(metafunc, str(error))
     if "layout" not in metafunc.fixturenames:
@@ -101,7 +105,7 @@ def layout(request: pytest.FixtureRequest) -> Iterator[Layout]:
     session = session_of(request)
     from lockstep.layouts import Layout
 
-    made = Layout(dict(request.param.of_axes), session.world.device.type)
-    yield made
-    made.close()
-    gc.collect()  # models refer to the mesh, often in cycles, and it to its groups: gloo's threads would stay
+    world = session.world
+    hosts = world.gather(world.host) if len(world.hosts) > 1 else ()
+    with Layout(dict(request.param.of_axes), world.device.type, hosts) as made:
+        yield made

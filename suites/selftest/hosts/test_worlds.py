@@ -49,6 +49,7 @@ def text(run: Run, name: str) -> str:
         "test_collectives_are_recorded",
         "test_a_shared_path",
         "test_off_ranks",
+        *(f"test_a_layout[{each}]" for each in ("dp2", "tp2", "dp2-tp2")),
     ],
 )
 def test_it_passes_on_two_hosts(run: Run, name: str) -> None:

@@ -159,3 +159,12 @@ def test_more_hosts_than_ranks(world):
 
 def test_off_ranks():
     pass
+
+
+@pytest.mark.layouts(dp=(1, 2), tp=(1, 2), hosts=2, at_most=4)
+def test_a_layout(layout, world):
+    assert world.hosts == ("a", "b")
+    assert layout.across_hosts == (layout.large[0],)
+    total = torch.ones(1)
+    dist.all_reduce(total, group=layout.group(layout.large[-1]))
+    assert total.item() == 2
