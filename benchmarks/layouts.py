@@ -39,7 +39,7 @@ class Plan:
 
     Attributes:
         made_by: module and class of `examples/layouts`.
-        axes: of sizes 1, 2 and 4, but for those that a class says.
+        axes: of sizes 1, 2 and 4, but where others are given.
         at_most: seconds that all layouts may take, by backend.
     """
 
@@ -53,11 +53,13 @@ def of_sizes(*axes: str, **others: str) -> str:
     return ", ".join(f"{axis}={others.get(axis, '(1, 2, 4)')}" for axis in axes)
 
 
+ALL = ("pp", "dp", "fsdp", "ep", "cp", "tp")
+UNEVEN = {axis: "(1, 2, 3, 4, 5, 6, 8)" for axis in ("dp", "fsdp")}  # 24 rows: the last rank of 5 has fewer
 PLANS = (
     Plan("by hand", "pipeline.Plan", of_sizes("pp", "dp", "ep", "cp", "tp"), {"shm": 30, "gloo": 60}),
-    Plan("FSDP2", "six_axes.Plan", of_sizes("pp", "fsdp", "ep", "cp", "tp"), {"shm": 60}),
-    Plan("our fully_shard", "six_axes.PlanWithOurs", of_sizes("pp", "fsdp", "ep", "cp", "tp"), {"shm": 60}),
-    Plan("DTensor, FSDP2", "by_dtensor.Plan", of_sizes("dp", "fsdp", "tp"), {"shm": 60}),
+    Plan("FSDP2", "six_axes.Plan", of_sizes(*ALL), {"shm": 100}),
+    Plan("our fully_shard", "six_axes.PlanWithOurs", of_sizes(*ALL), {"shm": 100}),
+    Plan("DTensor, FSDP2", "by_dtensor.Plan", of_sizes("dp", "fsdp", "tp", **UNEVEN), {"shm": 60}),
 )
 
 TESTS = Template(

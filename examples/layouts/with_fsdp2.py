@@ -25,7 +25,7 @@ class Plan:
 
     def __call__(self, batch, microbatches):
         names, (_, ranks) = ("tokens", "labels"), self.layout.part(self.axes)
-        tokens, labels = (self.layout.slice(batch[name], self.axes).chunk(microbatches) for name in names)
+        tokens, labels = (self.layout.slice(batch[name], self.axes).tensor_split(microbatches) for name in names)
         total = torch.zeros((), dtype=torch.float64)
         for each, wanted in zip(tokens, labels, strict=True):
             part = share(self.model(each), wanted, batch)
