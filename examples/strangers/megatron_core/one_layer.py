@@ -279,7 +279,7 @@ def hold(layout, make, cuts=None, how=None, **changes):
         layout,
         lambda: model_on(None),
         lambda model, layout: Plan(model, layout, model_on, rules, how),
-        how.batches or witness_batches(VOCAB),
+        how.batches or witness_batches(VOCAB, sequences=12),
         loss,
         shards=rules,
         parts=how.keep,
