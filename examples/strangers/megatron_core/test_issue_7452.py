@@ -40,7 +40,6 @@ from lockstep.layouts import witness_batches
 
 UNEXPLAINED = "differs; no single reduction, factor or part explains it"
 BATCHES = witness_batches(VOCAB, sequences=12)
-# Where a microbatch is padding alone, the auxiliary loss of a router is nan.
 NEVER_PADDING_ALONE = [
     {**each, "labels": each["labels"].index_fill(1, torch.tensor([0]), 3)} for each in BATCHES
 ]
@@ -137,6 +136,17 @@ def test_10_without_a_mask_it_is_not_overwritten_and_wrong(layout):
     make = functools.partial(Routed, masked=False)
     with says("has the term `aux` of the loss as 1/2 of the reference: divided by tp (2) once too often"):
         hold(layout, make, None, How(terms={"aux": term}), sequence_parallel=True, **MOE)
+
+
+@pytest.mark.layouts(tp=(1, 2))
+def test_10_a_microbatch_of_padding_alone_is_nan(layout):
+    batches = [{name: each.clone() for name, each in batch.items()} for batch in BATCHES]
+    batches[1]["labels"][:4] = -100  # the first of three microbatches
+    how = How(batches=batches, terms={"aux": term})
+    with pytest.raises(ValueError, match="the reference's loss or gradient is not finite in step 1"):
+        hold(layout, Routed, None, how, sequence_parallel=True, **MOE)
+    with says("has the term `aux` of the loss as 1/2 of the reference"):  # without a mask it is finite
+        hold(layout, functools.partial(Routed, masked=False), None, how, sequence_parallel=True, **MOE)
 
 
 @pytest.mark.layouts(tp=(1, 2))
