@@ -32,9 +32,9 @@ def explain_norm(
     if all(abs(each - expected) <= CLOSE * expected for each in actual.values()):
         return ""  # more than rounding, and too little to tell hypotheses apart
     norm = _Norm(actual, {rank: _parts(moment) for rank, moment in moments.items()}, layout)
-    if norm.fits(norm.totals):
+    if norm.fits(norm.totals) or norm.fits_replicas_of_others():
         return "is that of the gradients that the ranks hold"
-    hypotheses = (norm.lacking, norm.repeated, norm.misjudged, norm.alone, norm.miscalculated)
+    hypotheses = (norm.lacking, norm.repeated, norm.misjudged, norm.alone, norm.miscounted)
     for hypothesis in hypotheses:
         if found := list(hypothesis()):
             return either(found)
@@ -83,6 +83,18 @@ class _Norm:
     @cached_property
     def totals(self) -> Mapping[int, float]:
         return self.of(self.layout.large)
+
+    def fits_replicas_of_others(self) -> bool:
+        """Return whether each norm has the replicas of the first rank along some axes, where they differ."""
+        views = (
+            {rank: self.layout.members(over, rank)[0] for rank in self.actual}
+            for over in _subsets(self.layout.large)
+        )
+        return any(
+            self.fits({rank: self.totals[first] for rank, first in view.items()})
+            for view in views
+            if all(first in self.actual for first in view.values())
+        )
 
     @cached_property
     def names(self) -> list[str]:
@@ -145,16 +157,41 @@ class _Norm:
 
     def alone(self) -> Iterator[str]:
         """Yield the tensors of which a rank counts its own part alone."""
+        for label, axis, of_parts in self._of_parts():
+            if self.fits({rank: of_parts[rank] for rank in self.actual}):
+                yield f"lacks a sum over {axis} of {label}"
+
+    def of_one_part(self) -> Iterator[str]:
+        """Yield the tensors of which all ranks count one part: cut ones that are taken for replicas."""
+        for label, axis, of_parts in self._of_parts():
+            for place in range(self.layout[axis]):
+                if self.fits(
+                    {rank: of_parts[self.layout.members([axis], rank)[place]] for rank in self.actual}
+                ):
+                    yield f"counts of {label} the part of {axis} {place} alone"
+
+    def _of_parts(self) -> Iterator[tuple[str, str, Mapping[int, float]]]:
+        """Yield tensors, an axis that cuts them, and each rank's squares with its own part of them alone."""
+        large = self.layout.large
         for label, names in self._classes():
-            everywhere = self.of(self.layout.large, names)
-            for axis in self.layout.large:
+            for axis in large:
                 if any(self.is_cut(name, axis) for name in names):
-                    others = [each for each in self.layout.large if each != axis]
-                    mine = self.of(others, names)
-                    if self.fits(
-                        {rank: total - everywhere[rank] + mine[rank] for rank, total in self.totals.items()}
-                    ):
-                        yield f"lacks a sum over {axis} of {label}"
+                    others = [each for each in large if each != axis]
+                    yield (
+                        label,
+                        axis,
+                        {
+                            rank: self.seen(rank, large)
+                            - self.seen(rank, large, names)
+                            + self.seen(rank, others, names)
+                            for rank in self.held
+                        },
+                    )
+
+    def miscounted(self) -> Iterator[str]:
+        """Yield wrong sums, and parts that stand for the others, which may be the largest ones by chance."""
+        yield from self.miscalculated()
+        yield from self.of_one_part()
 
     def miscalculated(self) -> Iterator[str]:
         """Yield sums of norms, squares without a root, and factors."""

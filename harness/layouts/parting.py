@@ -25,6 +25,8 @@ Rows = Mapping[int, torch.Tensor]
 SAME, DIFFERENT, UNKNOWN = "same", "different", "unknown"
 _ROWS = 256
 """Number of rows of an output that are compared."""
+_SHORT_ROWS = 32
+"""Number of those that are compared value by value."""
 
 
 @dataclass
@@ -94,13 +96,14 @@ class Comparison:
         found = [self._compare(whole, held, known) for known in self._columns(name, whole, held)]
         if SAME in found or not found:
             return SAME if found else UNKNOWN
+        if not self.shards.rule(f"{name}.weight") and all(_are_within(rows, whole) for rows in held.values()):
+            return UNKNOWN  # some of the columns, in a cut of the plan: of the sequence in two chunks, say
         return next((each for each in found if each != DIFFERENT), DIFFERENT)
 
     def _compare(self, whole: torch.Tensor, held: Rows, known: Rows) -> str:
         """Return the status of rows of which each rank should hold some of those that are known."""
         if all(_are_among(rows, known[rank]) for rank, rows in held.items()):
-            is_cut = any(each.shape[1] < whole.shape[1] for each in known.values())
-            return SAME if is_cut or _are_among(whole, torch.cat(list(held.values()))) else DIFFERENT
+            return SAME if _have_all(held, known) else DIFFERENT
         for axis in self.layout.large:
             groups = [
                 [held[each] for each in self.layout.members([axis], rank) if each in held] for rank in held
@@ -196,3 +199,28 @@ def _are_among(rows: torch.Tensor, whole: torch.Tensor) -> bool:
     # By matrix products it would be exact to 1e-8 only.
     distances = torch.cdist(some, whole, p=float("inf"), compute_mode="donot_use_mm_for_euclid_dist")
     return float(distances.amin(1).max()) <= CLOSE * float(whole.abs().max())
+
+
+def _have_all(held: Rows, known: Rows) -> bool:
+    """Return whether the ranks that have the same columns have all rows of these."""
+    together: list[tuple[torch.Tensor, list[torch.Tensor]]] = []
+    for rank, rows in held.items():
+        for columns, found in together:
+            if torch.equal(columns, known[rank]):
+                found.append(rows)
+                break
+        else:
+            together.append((known[rank], [rows]))
+    return all(_are_among(columns, torch.cat(found)) for columns, found in together)
+
+
+def _are_within(rows: torch.Tensor, whole: torch.Tensor) -> bool:
+    """Return whether the values of each row, which is shorter, are some of those of one unsharded row."""
+    if rows.shape[1] >= whole.shape[1] or not bool(torch.isfinite(rows).all()):
+        return False
+    allowed = CLOSE * float(whole.abs().max())
+    for row in rows[:: max(1, len(rows) // _SHORT_ROWS)]:
+        nearest = (whole[:, :, None] - row).abs().amin(1)
+        if float(nearest.amax(1).min()) > allowed:
+            return False
+    return True

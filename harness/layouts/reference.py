@@ -10,7 +10,6 @@ import hashlib
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import nn
@@ -320,12 +319,12 @@ def fit(gradients: Mapping[str, torch.Tensor], target: Mapping[str, torch.Tensor
 def _gradients(model: nn.Module, loss: torch.Tensor) -> Tensors:
     """Return the gradients of a loss: zeros where it has none, or, without a token to predict, is nan."""
     named = {name: each for name, each in model.named_parameters() if each.requires_grad}
-    none: Sequence[Any] = [None] * len(named)
-    is_finite = bool(torch.isfinite(loss)) and loss.requires_grad
-    found = torch.autograd.grad(loss, list(named.values()), allow_unused=True) if is_finite else none
+    model.zero_grad()
+    if bool(torch.isfinite(loss)) and loss.requires_grad:
+        loss.backward()  # type: ignore[no-untyped-call]  # torch.autograd.grad has no re-entrant checkpoints
     return {
-        name: torch.zeros_like(each) if gradient is None else gradient.nan_to_num()
-        for (name, each), gradient in zip(named.items(), found, strict=True)
+        name: torch.zeros_like(each) if each.grad is None else each.grad.nan_to_num()
+        for name, each in named.items()
     }
 
 

@@ -23,7 +23,6 @@ from megatron.core.optimizer.clip_grads import get_grad_norm_fp32
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.module import param_is_not_shared
-from megatron.core.transformer.moe import moe_utils
 
 from lockstep.layouts import Sharded, ShardMap, assert_same_as_unsharded, witness_batches
 
@@ -47,18 +46,6 @@ NO_KERNELS = dict.fromkeys(
 )
 MOE = {"num_moe_experts": EXPERTS, "moe_token_dispatcher_type": "allgather", "add_bias_linear": False}
 TAKES_CPU = functools.partial(InFloat64, {"cuda": "cpu"})
-
-
-@pytest.fixture(autouse=True)
-def on_cpu(monkeypatch):
-    """Megatron-core makes tensors on CUDA's current device, and scales gradients in the default dtype."""
-    monkeypatch.setattr(torch.cuda, "current_device", lambda: "cpu")
-    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
-    monkeypatch.setattr(torch.Tensor, "cuda", lambda each: each)
-    monkeypatch.setattr(moe_utils, "te_general_gemm", None, raising=False)  # see shows_router.py
-    torch.set_default_dtype(torch.float64)
-    yield
-    torch.set_default_dtype(torch.float32)
 
 
 def gpt(kind, tp=1, pp=1, ep=1):

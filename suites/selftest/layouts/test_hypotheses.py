@@ -299,6 +299,8 @@ class WithNorm(PlanWithNorm):
         cut, whole = 0.0, 0.0
         for name, each in self.model.named_parameters():
             square = each.grad.square().sum()
+            if self.bug == "first part" and name == "down.weight" and self.layout.at("tp"):
+                continue
             if self.bug == "one alone" and name == "down.weight" and self.layout["tp"] > 1:
                 whole += square
             elif SHARDS.rule(name):
@@ -323,9 +325,11 @@ class WithNorm(PlanWithNorm):
 
 NORMS = {
     "norms": "is a sum over tp of norms, not the root of a sum of squares",
-    "largest": "is the largest of the norms along tp, not the root of a sum of squares",
+    "largest": "is the largest of the norms along tp, not the root of a sum of squares, or "
+    "counts of what is cut over tp (5 of 10) the part of tp 0 alone",
     "no root": "is a sum of squares, without the root",
     "one alone": "lacks a sum over tp of `down.weight`",
+    "first part": "counts of `down.weight` the part of tp 0 alone",
 }
 
 
@@ -392,7 +396,22 @@ def test_the_norm_of_replicas_that_differ_is_that_of_each_rank(layout: Layout) -
     lines = report(layout, "", HeadUnreduced)
     cause = "equals the reference after a sum over dp: that reduction is missing"
     assert lines[1] == f"gradient of `head.weight` {cause}"
-    assert lines[2].startswith("total norm is that of the gradients that the ranks hold (")
+    assert lines[2].startswith("total norm is that of the gradients that the ranks hold ("), lines
+
+
+class HeadOfFirst(HeadUnreduced):
+    """Its norm counts each replica once, and takes that of dp 0."""
+
+    def grad_norm(self) -> torch.Tensor:
+        total = super().grad_norm()
+        torch.distributed.broadcast(total, group=self.layout.group("dp"), group_src=0)
+        return total
+
+
+@pytest.mark.layouts(dp=(2,), tp=(2,))
+def test_a_norm_may_have_the_replicas_of_one_rank(layout: Layout) -> None:
+    lines = report(layout, "", HeadOfFirst)
+    assert lines[2].startswith("total norm is that of the gradients that the ranks hold ("), lines
 
 
 @pytest.mark.layouts(dp=(2,), tp=(2,))

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from lockstep.layouts import Layout, Sharded, ShardMap
-from lockstep.layouts.parting import DIFFERENT, SAME, Comparison, describe_parting
+from lockstep.layouts.parting import DIFFERENT, SAME, UNKNOWN, Comparison, describe_parting
 
 WHOLE = torch.randn(24, 8, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
 
@@ -24,9 +24,29 @@ def rows(layout: Layout, rank: int) -> torch.Tensor:
 @pytest.mark.layouts(dp=(2,), tp=(2,))
 def test_columns_are_those_of_the_axis_that_cuts_them(layout: Layout) -> None:
     cut = {rank: rows(layout, rank).chunk(2, 1)[layout.at("tp", rank)] for rank in range(4)}
-    other = {rank: each.flip(1) for rank, each in cut.items()}
+    other = {rank: each + 1 for rank, each in cut.items()}
     found = compare(layout, head=cut, up=cut, down=other)
     assert (found.status("head"), found.status("up"), found.status("down")) == (SAME, SAME, DIFFERENT)
+
+
+@pytest.mark.layouts(dp=(2,), tp=(2,))
+def test_ranks_with_the_same_columns_have_all_rows(layout: Layout) -> None:
+    of_dp_0 = {rank: WHOLE.chunk(2)[0].chunk(2, 1)[layout.at("tp", rank)] for rank in range(4)}
+    assert compare(layout, up=of_dp_0).status("up") == DIFFERENT
+
+
+@pytest.mark.layouts(dp=(2,), tp=(2,))
+def test_of_columns_in_a_cut_of_the_plan_nothing_is_said(layout: Layout) -> None:
+    chunks = {0: (0, 3), 1: (1, 2)}
+    cut = {
+        rank: torch.cat(
+            [rows(layout, rank).chunk(4, 1)[each] for each in chunks[layout.at("tp", rank)]], dim=1
+        )
+        for rank in range(4)
+    }
+    mixed = {rank: torch.cat([each[:, :2], each[:, 2:].roll(1, 0)], 1) for rank, each in cut.items()}
+    found = compare(layout, out=cut, up=cut, down=mixed)
+    assert (found.status("out"), found.status("up"), found.status("down")) == (UNKNOWN, DIFFERENT, DIFFERENT)
 
 
 @pytest.mark.layouts(dp=(2,), tp=(2,))

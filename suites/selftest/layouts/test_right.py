@@ -12,6 +12,7 @@ from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Partial
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.utils.checkpoint import checkpoint
 
 from lockstep import engine
 from lockstep.layouts import Layout, NotOffered, Sharded, ShardMap, assert_same_as_unsharded, witness_batches
@@ -398,6 +399,25 @@ class LastStageEmpty(Stage):
 def test_a_stage_without_parameters_holds(layout: Layout) -> None:
     arguments = (layout, build_mlps, LastStageEmpty, pairs(), mean_square)
     assert_same_as_unsharded(*arguments, shards=ShardMap(gradients=STAGES.gradients))
+
+
+class Checkpointed(nn.Sequential):
+    """Layers that are computed again in backward, which such checkpoints allow to `.backward()` alone."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for each in self:
+            x = checkpoint(each, x, use_reentrant=True)
+        return x
+
+
+def build_checkpointed() -> nn.Sequential:
+    return Checkpointed(*build_mlps())
+
+
+@pytest.mark.layouts(dp=(2,))
+def test_reentrant_checkpoints_hold(layout: Layout) -> None:
+    batches = [{**each, "x": each["x"].requires_grad_()} for each in pairs()]
+    assert_same_as_unsharded(layout, build_checkpointed, Balanced, batches, loss_by_parts)
 
 
 def balance(model: nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor:
