@@ -1,7 +1,7 @@
 """Sharded data parallelism in a group that does not begin with rank 0: the owner's gradients are dropped.
 
 fairscale 0.4.13, nn/data_parallel/sharded_ddp.py, `_get_reduce_fn`: `if dst_rank != self._global_rank`
-compares a rank of the group with one of the world, and drops the gradient on the rank that is to take the step.
+compares a rank of the group with one of the world, and drops the gradient on the rank that takes the step.
 Without buckets, that is with `reduce_buffer_size=0`, or in a group of one rank.
 Run: torchrun --nproc-per-node 4 shows_owner.py
 """
