@@ -107,15 +107,28 @@ MODELS = {
     "InternLM3": "Llama",
     "IQuestCoder": "Llama",
     "Qwen3Next": "Qwen3Next",
+    **{name: name for name in ("AXK1", "AXK2", "DeepseekV2", "DeepseekV3", "DeepseekV32", "Glm4MoeLite")},
+    **{name: name for name in ("GlmMoeDsa", "MiniCPM3", "Youtu")},
+    "Dots3NoteText": "Dots3Note",
     "Qwen3_5MoeText": "Qwen3_5Moe",
 }
 
 
+LATENT = {
+    "num_key_value_heads": 4,
+    "q_lora_rank": 8,
+    "kv_lora_rank": 8,
+    "qk_nope_head_dim": 4,
+    "qk_rope_head_dim": 4,
+    "v_head_dim": 4,
+}
 # Attention of the delta rule amplifies rounding, so that its weights are small.
 OPTIONS = {
     "Cwm": {"bos_token_id": 1, "eos_token_id": 2},
     "Qwen3Next": {"std": 0.1},
     "Qwen3_5MoeText": {"std": 0.1},
+    **dict.fromkeys(("AXK1", "AXK2", "DeepseekV2", "DeepseekV3", "DeepseekV32", "Glm4MoeLite"), LATENT),
+    **dict.fromkeys(("GlmMoeDsa", "MiniCPM3", "Youtu", "Dots3NoteText"), LATENT),
 }
 
 
@@ -130,7 +143,7 @@ class Family:
         torch.manual_seed(0)
         config = getattr(transformers, f"{self.kind}Config")(**{**TINY, **self.options})
         with InFloat64():
-            model = getattr(transformers, self.model)(config).double().train()
+            model = getattr(transformers, self.model)(config).double().eval()
         for each in model.parameters():
             torch.nn.init.normal_(each, std=self.std)
         loss(model, witness_batches(32)[0]).backward()
