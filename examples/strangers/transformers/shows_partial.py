@@ -19,6 +19,7 @@ CASES = {
     "Phi": ({"qk_layernorm": True}, "self_attn.q_layernorm.weight"),
     "Apertus": ({}, "mlp.act_fn.alpha_p"),
     "Qwen3VLMoeText": (EXPERTS, "layers.0.self_attn.q_norm.weight"),
+    "Qwen3OmniMoeText": (EXPERTS, "layers.0.self_attn.q_norm.weight"),
 }
 
 dist.init_process_group("gloo")
@@ -26,7 +27,8 @@ for kind, (options, name) in CASES.items():
     torch.manual_seed(0)
     config = getattr(transformers, f"{kind}Config")(**SMALL, **HEADS, **options)
     name = name if kind.endswith("Text") else f"model.layers.0.{name}"
-    whole = getattr(transformers, kind + ("Model" if kind.endswith("Text") else "ForCausalLM"))(config)
+    model = kind.replace("OmniMoe", "OmniMoeThinker") + ("Model" if kind.endswith("Text") else "ForCausalLM")
+    whole = getattr(transformers, model)(config)
     split = type(whole).from_pretrained(
         None,
         config=config,
