@@ -10,7 +10,7 @@ from torch.utils._pytree import tree_map
 
 
 class InFloat64(TorchFunctionMode):
-    """Takes float32 for float64, and `x.float()` for `x.double()`, in what is called within it.
+    """Takes float32 for float64, and `x.float()` for `x.double()`, in what is called within it, backward too.
 
     Attributes:
         instead: other arguments to be taken for others, such as the device "cuda" for "cpu".
@@ -24,5 +24,11 @@ class InFloat64(TorchFunctionMode):
         def replace(each):
             return self.instead.get(each, each) if isinstance(each, str | torch.dtype) else each
 
+        if func is torch.Tensor.backward:  # within it the mode would be off
+            names = {
+                "grad_tensors" if name == "gradient" else name: each for name, each in (kwargs or {}).items()
+            }
+            with self:
+                return torch.autograd.backward(*args, **names)
         func = torch.Tensor.double if func is torch.Tensor.float else func
         return func(*tree_map(replace, args), **tree_map(replace, kwargs or {}))
