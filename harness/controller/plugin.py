@@ -164,11 +164,12 @@ class Controller:
             _ = self._next and self._next.location
 
     def prepare(
-        self, item: pytest.Item, request: Request, preparation: Preparation, parts: Mapping[str, Any]
+        self, item: pytest.Item, request: Request, preparation: Preparation | None, parts: Mapping[str, Any]
     ) -> tuple[str, list[pytest.TestReport]]:
         """Run something in an item's place, before it; return the directory that ranks shared, and reports.
 
         Args:
+            preparation: names it in reports; None where they are as of the item.
             parts: what features add to the order.
 
         Raises:

@@ -7,9 +7,11 @@ Used in the controller and in the processes of tests; standard library only. If 
 from __future__ import annotations
 
 import contextlib
+import functools
 import io
 import os
 import socket
+import types
 from collections.abc import Callable, Iterator
 from multiprocessing import (
     context,
@@ -161,6 +163,16 @@ def processes_started_by(start: StartProcess) -> Iterator[None]:
         yield
 
 
+@contextlib.contextmanager
+def processes_not_replaced() -> Iterator[None]:
+    """Start processes as `multiprocessing` does, ranks for example, inside of `processes_started_by`."""
+    with (
+        mock.patch.object(popen_spawn_posix, "Popen", _spawn_popen),
+        mock.patch.object(popen_forkserver, "Popen", _base),
+    ):
+        yield
+
+
 def start_processes_by(start: StartProcess) -> None:
     """Start processes of both contexts by another function, from now on.
 
@@ -174,6 +186,15 @@ def bootstrap(process: BaseProcess, parent_sentinel: int) -> int:
     """Run a process object in the process that was started for it; return the exit code."""
     code: int = process._bootstrap(parent_sentinel)  # type: ignore[attr-defined]
     return code
+
+
+_COPIED = (types.MethodType, functools.partial, type(list.append), type(int.__add__))
+"""Types that `multiprocessing` pickles in a way of its own, but by value."""
+
+
+def shares_state(kind: type) -> bool:
+    """Return whether processes that are given a value of a type share it: a tensor, or the end of a pipe."""
+    return kind in reduction.ForkingPickler._extra_reducers and kind not in _COPIED  # type: ignore[attr-defined]
 
 
 def flush_streams() -> None:

@@ -81,6 +81,14 @@ class Starter:
                 self._lifeline = os.getpid(), *os.pipe()
         return [1, 2, self._lifeline[1]]
 
+    def close(self) -> None:
+        """Close the pipe: for the processes that were started, this one has ended."""
+        with self._lock:
+            if self._lifeline is not None and self._lifeline[0] == os.getpid():
+                for each in self._lifeline[1:]:
+                    os.close(each)
+            self._lifeline = None
+
     def setup(self, method: str) -> Setup:
         """Return what makes a fork of the server ready."""
         return Setup(ProcessState.capture(), self.server, os.getpid(), method)
