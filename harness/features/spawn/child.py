@@ -21,6 +21,7 @@ from dataclasses import dataclass
 from multiprocessing.process import BaseProcess
 from typing import Any
 
+from lockstep.features.spawn.failure import record_failures
 from lockstep.features.spawn.multiprocessing_internals import (
     bootstrap,
     flush_streams,
@@ -76,6 +77,8 @@ def begin(state: ProcessState, server: Server, parent: int, method: str) -> None
     sys.excepthook = sys.__excepthook__
     state.take_over()
     os.close(ready)
+    with contextlib.suppress(OSError):  # the controller is gone, with its directory
+        record_failures(server.directory)
     gc.enable()
     gc.unfreeze()
     _seed_generators()

@@ -26,6 +26,7 @@ from lockstep.features.spawn.multiprocessing_internals import (
     start_new_interpreter,
 )
 from lockstep.features.spawn.process_state import differing_variable
+from lockstep.features.spawn.processes import TestProcesses
 from lockstep.features.spawn.report import complete_report
 from lockstep.features.spawn.starter import Started, Starter
 from lockstep.features.spawn.torch_internals import start_processes_replaced
@@ -49,6 +50,7 @@ class SpawnAdoption:
 
     Attributes:
         is_mentioned: Whether a collected file may start processes.
+        processes: those that items have started.
     """
 
     def __init__(
@@ -61,6 +63,7 @@ class SpawnAdoption:
         self._config = config
         self._ready_launcher = ready_launcher
         self._worlds = worlds
+        self.processes = TestProcesses(config)
         self._lock = threading.Lock()
         self._starter: Starter | None = None
         self._server: int | None = None
@@ -85,6 +88,7 @@ class SpawnAdoption:
 
             return start_processes
 
+        self.processes.begin()
         with processes_started_by(self._start), start_processes_replaced(replace):
             return (yield)
 
@@ -93,7 +97,7 @@ class SpawnAdoption:
         self, item: pytest.Item, call: pytest.CallInfo[None]
     ) -> Generator[None, pytest.TestReport, pytest.TestReport]:
         report = yield
-        complete_report(item, call, report)
+        complete_report(item, call, report, self.processes)
         return report
 
     # Calls of `spawn`
@@ -126,7 +130,7 @@ class SpawnAdoption:
             starter = self._find_starter()
         if starter is not None:
             return starter.start(process, method)
-        self._observe(Started(process, self._why_not))
+        self._observe(Started.of(process, self._why_not))
         return start_new_interpreter(process)
 
     def _find_starter(self) -> Starter | None:
@@ -144,11 +148,14 @@ class SpawnAdoption:
                 self._why_not = "ranks_start_method = spawn" if launcher else "the run is on several hosts"
                 return None
             self._server = server_pid()
+            self.processes.directory = launcher.directory
+            os.makedirs(f"{launcher.directory}/spawned", mode=0o700, exist_ok=True)
             server = Server(launcher.directory, _environ_of(self._server))
             self._starter = Starter(server, self._observe)
         return self._starter
 
     def _observe(self, started: Started) -> None:
+        self.processes.add(started)
         self._counts["in new interpreters" if started.why_not else "from the server", started.why_not] += 1
 
     # What is reported at the end
@@ -165,6 +172,8 @@ class SpawnAdoption:
             self._counts[tuple(key)] += count
 
     def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
+        for line in self.processes.end_all():
+            terminalreporter.write_line(f"ranks_adopt: {line}")
         if self._config.getoption("ranks_adopt_report") and self._counts:
             terminalreporter.section("adopted processes", sep="-")
             for line in _lines(self._counts):

@@ -11,6 +11,7 @@ import functools
 import io
 import os
 import socket
+import sys
 import types
 from collections.abc import Callable, Iterator
 from multiprocessing import (
@@ -34,6 +35,11 @@ _base: Any = popen_forkserver.Popen
 _spawn_popen: Any = popen_spawn_posix.Popen
 _tracker: Any = resource_tracker
 _util: Any = util
+
+
+BOOTSTRAP = BaseProcess._bootstrap.__code__  # type: ignore[attr-defined]
+"""The code that runs a process, and prints the exception that ends it."""
+_EXITCODE = BaseProcess.exitcode.fget.__code__  # type: ignore[attr-defined]
 
 
 class Origin(Protocol):
@@ -61,6 +67,7 @@ class ForkedPopen(_base):  # type: ignore[misc]
 
     def __init__(self, process: BaseProcess, method: str, origin: Origin) -> None:
         self.method = method
+        self.was_read = self.was_signalled = False
         self._origin = origin
         super().__init__(process)
 
@@ -93,7 +100,12 @@ class ForkedPopen(_base):  # type: ignore[misc]
             pipe.write(data.getbuffer())
         self.pid: int = forkserver.read_signed(self.sentinel)
 
+    def _send_signal(self, number: int) -> None:
+        self.was_signalled = True
+        super()._send_signal(number)
+
     def poll(self, flag: int = os.WNOHANG) -> int | None:
+        self.was_read |= sys._getframe(1).f_code is _EXITCODE
         was_known = self.returncode is not None
         code: int | None = super().poll(flag)
         if code is not None and not was_known:
@@ -180,6 +192,25 @@ def start_processes_by(start: StartProcess) -> None:
     """
     vars(popen_spawn_posix)["Popen"] = lambda process: start(process, "spawn")
     vars(popen_forkserver)["Popen"] = lambda process: start(process, "forkserver")
+
+
+def target_of(process: BaseProcess) -> tuple[Callable[..., object] | None, tuple[Any, ...]]:
+    """Return the function and the arguments of a process that is being started; later it has neither."""
+    target, args = process._target, process._args  # type: ignore[attr-defined]
+    return target, args
+
+
+def exit_code_of(process: BaseProcess) -> int | None:
+    """Return the exit code of a process of this one, None while it runs, or once it was closed."""
+    popen: Any = process._popen  # type: ignore[attr-defined]
+    code: int | None = None if popen is None else popen.poll()
+    return code
+
+
+def is_unseen(process: BaseProcess) -> bool:
+    """Whether a process that the server has forked has ended by itself, and its exit code was not read."""
+    popen: Any = process._popen  # type: ignore[attr-defined]
+    return isinstance(popen, ForkedPopen) and not (popen.was_read or popen.was_signalled)
 
 
 def bootstrap(process: BaseProcess, parent_sentinel: int) -> int:

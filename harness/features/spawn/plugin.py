@@ -56,6 +56,7 @@ def pytest_configure(config: pytest.Config) -> None:
     adoption = config.stash[_adoption] = SpawnAdoption(config, controller.ready_launcher, worlds)
     config.pluginmanager.register(worlds, "harness-spawn-worlds")
     config.pluginmanager.register(adoption, "harness-spawn")
+    config.pluginmanager.register(adoption.processes, "harness-spawn-processes")
 
 
 # In the controller

@@ -18,6 +18,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from lockstep.features.spawn.failure import from_the_function_on
 from lockstep.features.spawn.messages import EXIT_CODE, FEATURE, TRACEBACK, Call
 from lockstep.features.spawn.multiprocessing_internals import processes_started_by
 from lockstep.features.spawn.starter import Starter
@@ -100,16 +101,9 @@ class SpawnedCall(pytest.Item):
         return excinfo.getrepr(
             style="long",
             showlocals=self.config.getoption("showlocals"),
-            tbfilter=_from_the_function_on,
+            tbfilter=from_the_function_on,
             truncate_locals=self.config.get_verbosity() <= 1,
         )
-
-
-def _from_the_function_on(excinfo: pytest.ExceptionInfo[BaseException]) -> Any:
-    """Return the traceback without what leads to the function, and without hidden frames."""
-    entries = excinfo.traceback
-    ours = [index for index, entry in enumerate(entries) if str(entry.path) == __file__]
-    return (entries[ours[-1] + 1 :] if ours and ours[-1] + 1 < len(entries) else entries).filter(excinfo)
 
 
 def _traceback_of(error: BaseException) -> str:

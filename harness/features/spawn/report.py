@@ -1,4 +1,4 @@
-"""The report of a test that spawns: of a spawned function that failed, that of its ranks. In the controller."""
+"""The report of a test that spawns: where a spawned function fails, that of its ranks. Controller's side."""
 
 from __future__ import annotations
 
@@ -6,18 +6,23 @@ from collections.abc import Iterator
 
 import pytest
 
+from lockstep.features.spawn.processes import TestProcesses
 from lockstep.features.spawn.worlds import PRINTED, REPORT
 from lockstep.reporting.pytest_internals import ExceptionChainRepr
 
 
-def complete_report(item: pytest.Item, call: pytest.CallInfo[None], report: pytest.TestReport) -> None:
+def complete_report(
+    item: pytest.Item, call: pytest.CallInfo[None], report: pytest.TestReport, processes: TestProcesses
+) -> None:
     """Give the report of a phase what ranks have printed in it, and their failure where it fails by that."""
     if printed := item.stash.get(PRINTED, None):
         report.sections += printed
         item.stash[PRINTED] = []
     if call.excinfo is None or not report.failed:
         return
-    of_ranks = next((vars(each)[REPORT] for each in _chain(call.excinfo.value) if REPORT in vars(each)), None)
+    of_ranks = next(
+        filter(None, (_report_of(item, each, processes) for each in _chain(call.excinfo.value))), None
+    )
     if of_ranks is None or not isinstance(of_ranks.longrepr, ExceptionChainRepr):
         return
     called = "\n".join(_users_lines(item, call.excinfo))
@@ -26,6 +31,15 @@ def complete_report(item: pytest.Item, call: pytest.CallInfo[None], report: pyte
     report.user_properties += [
         pair for pair in of_ranks.user_properties if pair not in report.user_properties
     ]
+
+
+def _report_of(item: pytest.Item, error: BaseException, processes: TestProcesses) -> pytest.TestReport | None:
+    """Return the report of the ranks, or the processes, that an exception of `spawn` is about."""
+    found: pytest.TestReport | None = getattr(error, REPORT, None)
+    pid = getattr(error, "error_pid", None)
+    if found is None and isinstance(pid, int):
+        return processes.report_of(item, pid)
+    return found
 
 
 def _chain(error: BaseException) -> Iterator[BaseException]:

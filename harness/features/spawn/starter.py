@@ -20,8 +20,10 @@ from lockstep.features.spawn.multiprocessing_internals import (
     ForkedPopen,
     TooManyDescriptors,
     start_new_interpreter,
+    target_of,
 )
 from lockstep.features.spawn.process_state import ProcessState, differing_variable
+from lockstep.features.spawn.torch_internals import function_of, index_of
 
 _KNOWN_PYTHON = sys.version_info < (3, 14)
 """From 3.14 on `multiprocessing`'s server asks whoever connects for a key."""
@@ -32,8 +34,20 @@ class Started:
     """A process that was started in the place of one of multiprocessing."""
 
     process: BaseProcess
+    target: str
+    """Name of the function that it runs."""
+    index: int | None
+    """Its number among those of a call of `spawn`; None where it is of none."""
     why_not: str = ""
     """Reason why it is a new interpreter after all, and no fork of the server."""
+
+    @classmethod
+    def of(cls, process: BaseProcess, why_not: str = "") -> Started:
+        """Return what is known of a process, which is being started."""
+        target, args = target_of(process)
+        function = function_of(target, args)
+        name = getattr(function, "__qualname__", "") or type(function).__name__
+        return cls(process, f"`{name}`" if target else "`run`", index_of(target, args), why_not)
 
 
 class Starter:
@@ -60,10 +74,10 @@ class Starter:
             except (TooManyDescriptors, ConnectionError, EOFError, FileNotFoundError) as error:
                 why_not = str(error) or "the server has ended"
             else:
-                self._observe(Started(process))
+                self._observe(Started.of(process))
                 return popen
         popen = start_new_interpreter(process)
-        self._observe(Started(process, why_not))
+        self._observe(Started.of(process, why_not))
         return popen
 
     def _why_not(self) -> str:

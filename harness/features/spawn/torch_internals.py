@@ -25,6 +25,26 @@ def replace_parent_death_signal(request: Callable[[int], None]) -> None:
             vars(module)["_prctl_pr_set_pdeathsig"] = request
 
 
+def code_of_wrap() -> object:
+    """Return the code that runs the function of `spawn`, and sends the exception that ends it."""
+    module: Any = sys.modules.get("torch.multiprocessing.spawn")
+    return module and module._wrap.__code__
+
+
+def index_of(target: object, args: tuple[Any, ...]) -> int | None:
+    """Return the number of a process among those of a call of `spawn`, None if it is of none.
+
+    If it moves: what `start_processes` makes a process of.
+    """
+    module: Any = sys.modules.get("torch.multiprocessing.spawn")
+    return args[1] if module is not None and target is module._wrap else None
+
+
+def function_of(target: object, args: tuple[Any, ...]) -> object:
+    """Return the function that a process runs, of the user's where it is one of `spawn`."""
+    return target if index_of(target, args) is None else args[0]
+
+
 @contextlib.contextmanager
 def start_processes_replaced(wrap: Callable[[Callable[..., Any]], Callable[..., Any]]) -> Iterator[None]:
     """Replace `start_processes`, which `spawn` looks up when it is called, by what `wrap` makes of it."""
