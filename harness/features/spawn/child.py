@@ -29,6 +29,7 @@ from lockstep.features.spawn.multiprocessing_internals import (
     start_processes_by,
 )
 from lockstep.features.spawn.process_state import ProcessState, reopen_streams
+from lockstep.features.spawn.pytest_internals import rewrite_asserts_of
 from lockstep.features.spawn.torch_internals import replace_parent_death_signal
 from lockstep.launch.multiprocessing_internals import close_server_pipe
 
@@ -54,20 +55,18 @@ class Setup:
     state: ProcessState
     server: Server
     parent: int
+    """Pid of the process that starts it."""
     method: str
+    """Start method, spawn or forkserver."""
+    rewritten: tuple[str, ...]
+    """Names of modules of which pytest rewrites the asserts."""
 
     def __reduce__(self) -> tuple[Callable[..., None], tuple[object, ...]]:
-        return begin, (self.state, self.server, self.parent, self.method)
+        return begin, (self.state, self.server, self.parent, self.method, self.rewritten)
 
 
-def begin(state: ProcessState, server: Server, parent: int, method: str) -> None:
-    """Make a fork of the server what a new process would be.
-
-    Args:
-        server: forks the processes that this one starts in turn.
-        parent: pid of the process that has started this one.
-        method: start method, spawn or forkserver.
-    """
+def begin(state: ProcessState, server: Server, parent: int, method: str, rewritten: tuple[str, ...]) -> None:
+    """Make a fork of the server what a new process would be. The arguments are those of `Setup`."""
     from lockstep.features.spawn.starter import Starter
 
     close_server_pipe()
@@ -85,7 +84,8 @@ def begin(state: ProcessState, server: Server, parent: int, method: str) -> None
     _apply_variables(state)
     _report_parent(parent, lifeline)
     replace_parent_death_signal(lambda number: send_at_end_of(lifeline, number))
-    start_processes_by(Starter(server).start)
+    start_processes_by(Starter(server, rewritten=lambda: rewritten).start)
+    rewrite_asserts_of(rewritten)
     if method == "spawn":
         _run_startup_hooks()
 

@@ -10,7 +10,7 @@ import os
 import threading
 from collections import Counter
 from collections.abc import Callable, Generator, Sequence
-from functools import wraps
+from functools import partial, wraps
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any, Literal
@@ -27,6 +27,7 @@ from lockstep.features.spawn.multiprocessing_internals import (
 )
 from lockstep.features.spawn.process_state import differing_variable
 from lockstep.features.spawn.processes import TestProcesses
+from lockstep.features.spawn.pytest_internals import rewritten_modules
 from lockstep.features.spawn.report import complete_report
 from lockstep.features.spawn.starter import Started, Starter
 from lockstep.features.spawn.torch_internals import start_processes_replaced
@@ -151,7 +152,7 @@ class SpawnAdoption:
             self.processes.directory = launcher.directory
             os.makedirs(f"{launcher.directory}/spawned", mode=0o700, exist_ok=True)
             server = Server(launcher.directory, _environ_of(self._server))
-            self._starter = Starter(server, self._observe)
+            self._starter = Starter(server, self._observe, partial(rewritten_modules, self._config))
         return self._starter
 
     def _observe(self, started: Started) -> None:

@@ -64,17 +64,22 @@ def _write(directory: str) -> None:
     """
     import pytest
 
+    excinfo, now = pytest.ExceptionInfo.from_current(), time.time()
+    path = failure_path(directory, os.getpid())
+    _save(path, now, excinfo.getrepr(style="native", tbfilter=only_of_user))
+    _save(path, now, excinfo.getrepr(style="long", tbfilter=from_the_function_on))
+
+
+def _save(path: Path, at: float, text: Any) -> None:
+    import pytest
+
     from lockstep.rank.pytest_internals import serialise_report
     from lockstep.rank.reporter import sanitise
 
-    excinfo, now = pytest.ExceptionInfo.from_current(), time.time()
-    path = failure_path(directory, os.getpid())
-    quick = excinfo.getrepr(style="native", tbfilter=only_of_user)
-    for text in (lambda: quick, lambda: excinfo.getrepr(style="long", tbfilter=from_the_function_on)):
-        report = pytest.TestReport("", ("", None, ""), {}, "failed", text(), "call", start=now, stop=now)
-        partial = path.with_suffix(".partial")
-        partial.write_bytes(pickle.dumps(sanitise(serialise_report(report))))
-        partial.rename(path)
+    report = pytest.TestReport("", ("", None, ""), {}, "failed", text, "call", start=at, stop=at)
+    partial = path.with_suffix(".partial")
+    partial.write_bytes(pickle.dumps(sanitise(serialise_report(report))))
+    partial.rename(path)
 
 
 def from_the_function_on(excinfo: Any) -> Any:

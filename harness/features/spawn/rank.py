@@ -11,6 +11,7 @@ import sys
 import traceback
 import unittest
 from collections.abc import Iterator
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy
@@ -21,6 +22,7 @@ import torch.distributed as dist
 from lockstep.features.spawn.failure import from_the_function_on
 from lockstep.features.spawn.messages import EXIT_CODE, FEATURE, TRACEBACK, Call
 from lockstep.features.spawn.multiprocessing_internals import processes_started_by
+from lockstep.features.spawn.pytest_internals import rewritten_modules
 from lockstep.features.spawn.starter import Starter
 from lockstep.protocol import Part
 from lockstep.rank.torch_internals import replace_store_maker
@@ -76,7 +78,7 @@ class SpawnedCall(pytest.Item):
     def runtest(self) -> None:
         session = self._session
         session.rank.wire.send(Part(FEATURE, os.getpid()))
-        with _process_of(self._call, session):
+        with _process_of(self, self._call, session):
             function, args = pickle.loads(self._call.data)
             try:
                 function(session.world.rank, *args)
@@ -118,7 +120,7 @@ def _traceback_of(error: BaseException) -> str:
 
 
 @contextlib.contextmanager
-def _process_of(call: Call, session: RankSession) -> Iterator[None]:
+def _process_of(item: pytest.Item, call: Call, session: RankSession) -> Iterator[None]:
     """Make this process what the child of `spawn` would be, as far as it can be undone."""
     rank = session.rank
     environ, directory = dict(os.environ), os.getcwd()
@@ -132,7 +134,9 @@ def _process_of(call: Call, session: RankSession) -> Iterator[None]:
         os.chdir(call.directory)
         sys.argv, sys.path = list(call.argv), list(call.path)
         with (
-            contextlib.closing(Starter(call.server)) as starter,
+            contextlib.closing(
+                Starter(call.server, rewritten=partial(rewritten_modules, item.config))
+            ) as starter,
             processes_started_by(starter.start),
             _meets_in_world(rank.spec.port, rank.spec.key.size),
         ):

@@ -56,10 +56,17 @@ class Starter:
     Args:
         server: what they are forked from.
         observe: called with each process that has started.
+        rewritten: returns the names of modules of which pytest has rewritten the asserts.
     """
 
-    def __init__(self, server: Server, observe: Callable[[Started], None] = lambda started: None) -> None:
+    def __init__(
+        self,
+        server: Server,
+        observe: Callable[[Started], None] = lambda started: None,
+        rewritten: Callable[[], tuple[str, ...]] = tuple,
+    ) -> None:
         self.server = server
+        self._rewritten = rewritten
         self._observe = observe
         self._lock = threading.Lock()
         self._lifeline: tuple[int, int, int] | None = None
@@ -105,7 +112,7 @@ class Starter:
 
     def setup(self, method: str) -> Setup:
         """Return what makes a fork of the server ready."""
-        return Setup(ProcessState.capture(), self.server, os.getpid(), method)
+        return Setup(ProcessState.capture(), self.server, os.getpid(), method, self._rewritten())
 
     def program(self, process: BaseProcess, method: str) -> Program:
         """Return what runs there."""
