@@ -22,6 +22,11 @@ from lockstep.features.spawn.torch_internals import code_of_wrap
 from lockstep.tracebacks import is_installed
 
 
+_HERE = str(Path(__file__).parent)
+_ABOVE = ("/multiprocessing/process.py", "/torch/multiprocessing/spawn.py")
+"""Ends of the files of which frames stand above the function of a process."""
+
+
 def stacks_path(directory: str, pid: int) -> Path:
     """Return where a process writes its stacks when it is terminated; the file is there while it lives."""
     return Path(directory, "spawned", f"{pid}.stacks")
@@ -88,8 +93,9 @@ def from_the_function_on(excinfo: Any) -> Any:
     Frames of installed packages, and those in the middle, are shown in short.
     """
     entries = excinfo.traceback
-    start = next((i for i, each in enumerate(entries) if not _leads_to_function(str(each.path))), 0)
-    shown = entries[start:].filter(excinfo)
+    ours = [i for i, each in enumerate(entries) if str(each.path).startswith(_HERE)]  # in a rank
+    above = next((i for i, each in enumerate(entries) if not str(each.path).endswith(_ABOVE)), 0)
+    shown = entries[ours[-1] + 1 if ours else above :].filter(excinfo)
     last = len(shown) - 1
     return type(shown)(
         each if i in (0, last) and not is_installed(str(each.path)) else each.with_repr_style("short")
@@ -100,8 +106,3 @@ def from_the_function_on(excinfo: Any) -> Any:
 def only_of_user(excinfo: Any) -> Any:
     """Return the traceback without frames of installed packages."""
     return excinfo.traceback.filter(lambda each: not is_installed(str(each.path)))
-
-
-def _leads_to_function(path: str) -> bool:
-    theirs = ("/multiprocessing/process.py", "/torch/multiprocessing/spawn.py", str(Path(__file__).parent))
-    return any(each in path for each in (*theirs, "/_pytest/", "/pluggy/"))

@@ -28,7 +28,7 @@ def rewrite_asserts_of(names: Collection[str]) -> None:
 
 
 class _Hook(AssertionRewritingHook):
-    """A hook without a session, which would know the modules. If it moves: what `install_importhook` makes."""
+    """A hook without a session. If it moves: what `install_importhook` makes."""
 
     def __init__(self, names: frozenset[str]) -> None:
         trace = SimpleNamespace(root=SimpleNamespace(get=lambda name: lambda *args: None))
