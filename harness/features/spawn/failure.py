@@ -21,7 +21,6 @@ from lockstep.features.spawn.multiprocessing_internals import BOOTSTRAP
 from lockstep.features.spawn.torch_internals import code_of_wrap
 from lockstep.tracebacks import is_installed
 
-
 _HERE = str(Path(__file__).parent)
 _ABOVE = ("/multiprocessing/process.py", "/torch/multiprocessing/spawn.py")
 """Ends of the files of which frames stand above the function of a process."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import TYPE_CHECKING
 
 import pytest
@@ -29,7 +30,7 @@ def test_ranks_are_the_same_from_call_to_call(run: Run) -> None:
 def test_an_exception_is_reported_as_of_a_rank(run: Run) -> None:
     text = run.failure("test_fails[raises]")
     assert text.startswith("rank 1 of 2 failed\nrank 0: lost its connection to rank 1 at test_worlds.py:")
-    assert "E               AssertionError: of rank 1\nE               assert [1, 2] == [1, 3]" in text
+    assert re.search(r"E +AssertionError: of rank 1\nE +assert \[1, 2\] == \[1, 3\]\n", text)
     assert "ProcessRaisedException: -- Process 1 terminated with the following error:" in text
 
 
@@ -57,8 +58,8 @@ def test_state_is_restored_and_told_of(run: Run) -> None:
         "1 call of spawn not on warm ranks: processes of its own are asked for",
         "1 call of spawn not on warm ranks: the test has to do with the processes itself",
         "1 call of spawn not on warm ranks: the test reads what processes print (capfd)",
-        "17 calls of spawn on warm ranks",
-        "12 processes from the server",
+        "19 calls of spawn on warm ranks",
+        "8 processes from the server",
     ],
 )
 def test_the_report_says_what_ran_where(run: Run, line: str) -> None:
