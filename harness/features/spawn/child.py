@@ -50,7 +50,7 @@ class Server:
 
 @dataclass(frozen=True, slots=True)
 class Setup:
-    """What a new process gets from the one that starts it; unpickling it makes the process ready."""
+    """The part of a process that the one it starts gets; unpickling it makes the new process ready."""
 
     state: ProcessState
     server: Server

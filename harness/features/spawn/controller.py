@@ -39,7 +39,7 @@ from lockstep.process_tree import is_running
 _OUTPUT = "harness-spawned"
 """Key under which a worker of pytest-xdist leaves its counts for the main process."""
 Level = Literal["on warm ranks", "not on warm ranks", "from the server", "in new interpreters"]
-"""How a call of `spawn`, or a process, came to run."""
+"""The way in which a call of `spawn`, or a process, came to run."""
 
 
 class SpawnAdoption:

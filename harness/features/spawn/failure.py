@@ -1,4 +1,4 @@
-"""What the controller learns of a process that fails: its exception as pytest shows it, and its last stack.
+"""Files by which the controller learns why a process failed: its exception as pytest shows it, its stack.
 
 Runs in processes of tests. Both are files of the controller's directory, named after the process.
 """

@@ -1,4 +1,4 @@
-"""What the two halves of `spawn` on warm worlds send each other. Both sides; must not import torch."""
+"""Messages between the two halves of `spawn` on warm worlds. Both sides; must not import torch."""
 
 from __future__ import annotations
 
@@ -27,4 +27,4 @@ class Call:
     """`sys.path` of the process that has called."""
     directory: str
     server: Server
-    """What forks the processes that the function starts itself."""
+    """The server that forks the processes which the function starts itself."""

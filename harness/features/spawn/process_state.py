@@ -1,4 +1,4 @@
-"""What a new process has from the one that starts it, besides memory: taken in one, given to the other.
+"""The state that a process hands on to one that it starts, besides memory: captured here, taken over there.
 
 Used in the process that starts another and in the new one, which is a fork of the server.
 """

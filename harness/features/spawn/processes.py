@@ -130,20 +130,20 @@ class TestProcesses:
         return result
 
     def _look(self, item: pytest.Item) -> None:
-        """End what the item has left; tell of it, and of failures that it has not looked at.
+        """End what the item has left; report that, and failures that it has not asked for.
 
         Raises:
             pytest.fail.Exception: under `ranks_leaks = error`.
         """
         if not self._of_item:
             return
-        told = [_of_running(each) for each in self._of_item if _is_alive(each)]
-        told += [
+        said = [_of_running(each) for each in self._of_item if _is_alive(each)]
+        said += [
             _of_failed(each) for each in self._of_item if not _is_alive(each) and _has_failed_unseen(each)
         ]
         alive = {each.process.pid or 0 for each in self._of_item if _is_alive(each)}
         others = self._strays() - alive
-        told += [f"process {pid} ({self._origin_of(pid)}), which was ended" for pid in sorted(others)]
+        said += [f"process {pid} ({self._origin_of(pid)}), which was ended" for pid in sorted(others)]
         if alive | others:
             end(lambda: {pid for pid in alive if is_running(pid)} | self._strays(), PATIENCE)
         for started in self._of_item:
@@ -151,9 +151,9 @@ class TestProcesses:
                 started.process.join(0)
         self._forget_files()
         policy = self._config.getini("ranks_leaks")
-        if not told or policy == "off":
+        if not said or policy == "off":
             return
-        text = f"the test left behind {'; '.join(told)}"
+        text = f"the test left behind {'; '.join(said)}"
         if policy == "error":
             pytest.fail(f"{text} (ranks_leaks = error)", pytrace=False)
         item.warn(RankLeakWarning(text))

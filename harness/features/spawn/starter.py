@@ -26,7 +26,7 @@ from lockstep.features.spawn.process_state import ProcessState, differing_variab
 from lockstep.features.spawn.torch_internals import function_of, index_of
 
 _KNOWN_PYTHON = sys.version_info < (3, 14)
-"""From 3.14 on `multiprocessing`'s server asks whoever connects for a key."""
+"""From 3.14 on `multiprocessing`'s server asks for a key."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +37,7 @@ class Started:
     target: str
     """Name of the function that it runs."""
     index: int | None
-    """Its number among those of a call of `spawn`; None where it is of none."""
+    """Number of the process in its call of `spawn`; None where it is of none."""
     why_not: str = ""
     """Reason why it is a new interpreter after all, and no fork of the server."""
 

@@ -97,7 +97,7 @@ class SpawnOnWorlds:
         name = getattr(spawn.function, "__name__", "function")
         call = Call(name, data, dict(os.environ), [*sys.argv], [*sys.path], os.getcwd(), server)
         timeout: float = self._config.getoption("world_timeout")
-        if timeout == DEFAULTS["world_timeout"]:  # nobody has chosen a deadline
+        if timeout == DEFAULTS["world_timeout"]:  # no one has chosen a deadline
             timeout = SPAWN_WITHIN
         request = Request(WorldKey(spawn.nprocs, "gloo", "cpu", has_group=False), False, timeout)
         self._is_running, self._outcome = True, None

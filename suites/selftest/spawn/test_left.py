@@ -1,4 +1,4 @@
-"""What a test leaves of its processes is ended, and told in a sentence."""
+"""Processes that tests leave: they are ended, and each is in a sentence."""
 
 from __future__ import annotations
 

@@ -12,7 +12,7 @@ OPTIONS = ("--ranks-adopt=spawn", "--ranks-adopt-report")
 INI = "ranks_preload =\nranks_adopt_spawn = processes"
 
 
-def test_they_cannot_be_told_from_new_interpreters(run: Run) -> None:
+def test_they_find_what_new_interpreters_would(run: Run) -> None:
     """Each test of the project is a claim about what a process finds, and what its parent sees of it."""
     assert {name: run.outcome(name) for name in run.cases if run.outcome(name) != "passed"} == {
         "test_fails": "failure"

@@ -46,7 +46,7 @@ def test_the_cause_comes_first(run: Run, how: str, head: str) -> None:
     assert run.failure(f"test_fails[{how}]").startswith(head)
 
 
-def test_state_is_restored_and_told_of(run: Run) -> None:
+def test_state_is_restored_and_reported(run: Run) -> None:
     assert "the test left behind default dtype: torch.float64 (was torch.float32)" in run.output
     assert "(sleep 1000), which was ended" in run.output
 

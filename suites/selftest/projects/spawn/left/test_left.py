@@ -1,4 +1,4 @@
-"""What tests leave of the processes that they have started."""
+"""Tests that leave processes which they have started."""
 
 import multiprocessing
 import os

@@ -40,7 +40,7 @@ def tell(queue):
     queue.put(state)
 
 
-def told_by(context):
+def state_in(context):
     queue = context.SimpleQueue()
     process = context.Process(target=tell, args=(queue,), name="named")
     process.start()
@@ -57,7 +57,7 @@ def test_state_is_that_of_the_parent(context, monkeypatch, tmp_path):
     monkeypatch.setattr(sys, "path", [*sys.path, "/added"])
     before, umask = signal.signal(signal.SIGHUP, signal.SIG_IGN), os.umask(0o027)
     try:
-        state = told_by(context)
+        state = state_in(context)
     finally:
         signal.signal(signal.SIGHUP, before)
         os.umask(umask)
@@ -74,7 +74,7 @@ def test_state_is_that_of_the_parent(context, monkeypatch, tmp_path):
 
 
 def test_generators_are_seeded_for_each(context):
-    first, second = told_by(context)["random"], told_by(context)["random"]
+    first, second = state_in(context)["random"], state_in(context)["random"]
     assert not set(first).intersection(second)
 
 
