@@ -48,6 +48,11 @@ def pytest_ranks_imports(config: pytest.Config, preload: list[str], hints: list[
     """
 
 
+@pytest.hookspec
+def pytest_ranks_needs_server(config: pytest.Config) -> bool | None:
+    """Return whether the server stays up though no test is on ranks. In the controller, after collection."""
+
+
 @pytest.hookspec(firstresult=True)
 def pytest_ranks_admit(config: pytest.Config, key: WorldKey, make_room: Callable[[], None]) -> Share | None:
     """Wait until a world may start, if need be after `make_room` has ended all others that have a share.

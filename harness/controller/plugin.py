@@ -9,6 +9,7 @@ import contextlib
 import gc
 import itertools
 import re
+import time
 from collections.abc import Generator, Iterable, Mapping
 from dataclasses import replace
 from functools import partial
@@ -37,7 +38,7 @@ from lockstep.reporting.merge import merge
 from lockstep.world.item_run import ItemRun
 from lockstep.world.outcome import ItemOutcome
 from lockstep.world.pool import Interrupted, WorldPool
-from lockstep.world.world import World
+from lockstep.world.world import START_WITHIN, World
 
 TEAR_DOWN_WITHIN = 5.0
 """Seconds that ranks get to tear down when the run is interrupted; what still runs then is ended."""
@@ -107,7 +108,8 @@ class Controller:
                 item.stash[REQUEST] = request
                 has_requests |= isinstance(request, Request)
         if not has_requests:
-            self._stop_server()  # the word was in a file, but no test needs it
+            if not any(self._config.hook.pytest_ranks_needs_server(config=self._config)):
+                self._stop_server()  # the word was in a file, but no test needs it
             return
         # What is in memory now stays to the end, torch's modules above all. Garbage collections, and the end
         # of the interpreter, need not walk through it: 0.4 s of a run.
@@ -162,11 +164,12 @@ class Controller:
             _ = self._next and self._next.location
 
     def prepare(
-        self, item: pytest.Item, request: Request, preparation: Preparation, parts: Mapping[str, Any]
+        self, item: pytest.Item, request: Request, preparation: Preparation | None, parts: Mapping[str, Any]
     ) -> tuple[str, list[pytest.TestReport]]:
         """Run something in an item's place, before it; return the directory that ranks shared, and reports.
 
         Args:
+            preparation: names it in reports; None where they are as of the item.
             parts: what features add to the order.
 
         Raises:
@@ -254,6 +257,19 @@ class Controller:
             self._positions = {item: position for position, item in enumerate(items)}
             position = self._positions.get(item, len(items))
         return position
+
+    def ready_launcher(self) -> ProcessLauncher | None:
+        """Return the launcher of this machine when its server is ready; None where ranks start elsewhere.
+
+        Raises:
+            LaunchError: the server did not come up.
+        """
+        launcher = self._launch()
+        if not isinstance(launcher, ProcessLauncher):
+            return None
+        launcher.restore_directory()
+        launcher.make_ready(time.monotonic() + START_WITHIN)
+        return launcher
 
     # Worlds
 

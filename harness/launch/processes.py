@@ -245,11 +245,12 @@ class ProcessLauncher:
 
     Attributes:
         loan: What one rank of each world takes over before it runs.
+        forks: Whether there is a server that has imported torch.
     """
 
     def __init__(self, start_method: str, program: RankProgram) -> None:
         self._context: BaseContext = multiprocessing.get_context(start_method)
-        self._forks = start_method == "forkserver"
+        self.forks = start_method == "forkserver"
         self._program = program
         self.loan: Loan | None = None
         self._checked = False
@@ -267,7 +268,7 @@ class ProcessLauncher:
         program = self._program
         setup = {
             "sys_path": sys.path,
-            "imports": program.imports() if self._forks else None,
+            "imports": program.imports() if self.forks else None,
             "directory": self.directory,
             "controller": os.getpid(),
         }
@@ -276,6 +277,18 @@ class ProcessLauncher:
             environ.setenv("OPENBLAS_NUM_THREADS", "1")
             environ.setenv(server.SETUP_VARIABLE, json.dumps(setup))
             start_server(server.__name__, server.IGNORED)
+
+    def make_ready(self, deadline: float) -> None:
+        """Start the server unless it runs, and wait until it is ready to fork.
+
+        Args:
+            deadline: moment (`time.monotonic`) at which a server that is still importing is given up.
+
+        Raises:
+            LaunchError: it did not come up, or a module of `ranks_preload` cannot be imported.
+        """
+        self.prestart()
+        self._await_server(deadline)
 
     def restore_directory(self) -> None:
         """Make the directory again if it was removed; end the server, whose socket was in it."""
@@ -304,8 +317,7 @@ class ProcessLauncher:
         check_open_files(len(specs))
         started: list[RankProcess] = []
         try:
-            self.prestart()
-            self._await_server(deadline)
+            self.make_ready(deadline)
             with without_main_module():
                 for spec in specs:
                     started.append(self._start_one(spec, None if wires is None else wires[spec.rank]))
@@ -335,7 +347,7 @@ class ProcessLauncher:
                 f"{server.last_words(self.directory) or 'it wrote no output'}"
             ) from None
         theirs.close()
-        if not self._forks:
+        if not self.forks:
             return RankProcess(process, ours)
         if wire is not None:  # other controllers' worlds may end before it says itself that it is a rank
             Path(f"{self.directory}/ranks/{process.pid}").touch()
@@ -345,7 +357,7 @@ class ProcessLauncher:
 
     def _await_server(self, deadline: float) -> None:
         """Wait until the server has imported everything; then read, once, how that went."""
-        if not self._forks or self._checked:
+        if not self.forks or self._checked:
             return
         path, imports = server.status_path(self.directory), ", ".join(("torch", *self._program.preload))
         while not path.exists():
@@ -376,7 +388,7 @@ class ProcessLauncher:
         """Remove a rank that is gone, and end processes of its tests that its own end has not reached."""
         Path(f"{self.directory}/ranks/{started.pid}").unlink(missing_ok=True)
         parent = server_pid()
-        if self._forks and parent is not None:
+        if self.forks and parent is not None:
             end(lambda: self._strays(parent), patience=0.0)
 
     def end_world(self, directory: str) -> None:

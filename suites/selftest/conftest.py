@@ -75,7 +75,7 @@ def run(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
     No installed plugin is loaded, unless ENVIRON names it.
     """
     module = request.module
-    path = copy_project(module.PROJECT, tmp_path_factory.mktemp(module.PROJECT))
+    path = copy_project(module.PROJECT, tmp_path_factory.mktemp(Path(module.PROJECT).name))
     if hasattr(module, "INI"):
         (path / "pytest.ini").write_text(f"[pytest]\n{module.INI}\n")
     environ = WITHOUT_PLUGINS | getattr(module, "ENVIRON", {})

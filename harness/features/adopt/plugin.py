@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from lockstep.features.adopt.kinds import AdoptedKind
     from lockstep.rank.session import RankSession
 
-FAMILIES = ("torch", "deepspeed")
+FAMILIES = ("torch", "deepspeed", "spawn")
 """Words of the option `ranks_adopt`."""
 GROUPS = ("own", "reuse")
 """Values of the option `ranks_adopt_groups`."""
@@ -33,8 +33,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         "--ranks-adopt",
         metavar="KINDS",
         help="run existing test classes on ranks, unchanged: torch (MultiProcessTestCase and "
-        "MultiProcContinuousTest), deepspeed (DistributedTest), or both with a comma between (default: the "
-        "ini option)",
+        "MultiProcContinuousTest), deepspeed (DistributedTest); spawn (processes that tests "
+        "start come from the server of the ranks); or several with a comma between (default: the ini option)",
     )
     for name, what in (
         ("cpu", "run adopted tests that want accelerators on gloo and the CPU; see docs/how_to/adopt.md"),
@@ -42,7 +42,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     ):
         group.addoption(f"--ranks-adopt-{name}", action="store_true", help=what)
     parser.addini(
-        "ranks_adopt", "kinds of existing test classes to run on ranks: torch, deepspeed", "args", default=[]
+        "ranks_adopt", "kinds of existing tests to run on ranks: torch, deepspeed, spawn", "args", default=[]
     )
     parser.addini(
         "ranks_adopt_groups",
@@ -58,7 +58,7 @@ def pytest_configure(config: pytest.Config) -> None:
     Raises:
         pytest.UsageError: with what was wrong and what to write.
     """
-    families = _families(config)
+    families = families_of(config)
     for family in families:
         if family not in FAMILIES:
             raise pytest.UsageError(f"ranks_adopt: unknown kind {family!r}; there are {', '.join(FAMILIES)}")
@@ -66,14 +66,13 @@ def pytest_configure(config: pytest.Config) -> None:
         raise pytest.UsageError(f"ranks_adopt_groups = {groups!r}: choose {', '.join(GROUPS)}")
     if config.getoption("ranks_adopt_cpu") and "torch" not in families:
         raise pytest.UsageError("--ranks-adopt-cpu: add --ranks-adopt torch, whose tests it is for")
-    if families:
-        _register(config, families)
+    if kinds := _kinds_of(families):
+        _register(config, kinds)
 
 
-def _register(config: pytest.Config, families: tuple[str, ...]) -> None:
+def _register(config: pytest.Config, kinds: tuple[AdoptedKind, ...]) -> None:
     from lockstep.features.adopt.kinds import KIND
 
-    kinds = _kinds_of(families)
     session: RankSession | None = config.pluginmanager.get_plugin(RANK_PLUGIN)
     if session is None:
         from lockstep.features.adopt.controller import Adoption
@@ -94,6 +93,8 @@ def _register(config: pytest.Config, families: tuple[str, ...]) -> None:
 
 def _kinds_of(families: tuple[str, ...]) -> tuple[AdoptedKind, ...]:
     """Return the kinds of these families; a class is of the first one that matches it."""
+    if not {"torch", "deepspeed"}.intersection(families):
+        return ()
     from lockstep.features.adopt.continuous import Continuous
     from lockstep.features.adopt.distributed_test import DistributedTest
     from lockstep.features.adopt.multi_process import MultiProcess, MultiThreaded
@@ -102,8 +103,8 @@ def _kinds_of(families: tuple[str, ...]) -> tuple[AdoptedKind, ...]:
     return tuple(kind for kind in kinds if kind.family in families)
 
 
-def _families(config: pytest.Config) -> tuple[str, ...]:
-    """Return the kinds of test classes that run on ranks: of `--ranks-adopt`, else of the ini option."""
+def families_of(config: pytest.Config) -> tuple[str, ...]:
+    """Return the kinds of tests that are adopted: those of `--ranks-adopt`, else of the ini option."""
     given: str | None = config.getoption("ranks_adopt")
     return tuple(config.getini("ranks_adopt") if given is None else given.replace(",", " ").split())
 
@@ -116,11 +117,12 @@ def pytest_ranks_mentioned(config: pytest.Config, text: bytes) -> bool:
 
     Where this is wrong, the server only starts late, or idly.
     """
-    return bool(_families(config)) and b"istributed" in text and _SUBCLASS.search(text) is not None
+    of_classes = {"torch", "deepspeed"}.intersection(families_of(config))
+    return bool(of_classes) and b"istributed" in text and _SUBCLASS.search(text) is not None
 
 
 def pytest_ranks_imports(config: pytest.Config, hints: list[str]) -> None:
-    if "torch" in _families(config):
+    if "torch" in families_of(config):
         hints += IMPORTS
 
 

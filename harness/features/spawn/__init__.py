@@ -1,0 +1,1 @@
+"""Adoption of tests that start processes of their own: from the server of the ranks."""
