@@ -69,7 +69,7 @@ class Expectation:
         self._stack = ExitStack()
 
     def __enter__(self) -> Self:
-        self._stack.enter_context(_patient_waits(self._rank, self._lost_peers))
+        self._stack.enter_context(patient_waits(self._rank, self._lost_peers))
         self._rank.wire.send(Part(FEATURE, Expects(self._text, self._within)))
         return self
 
@@ -153,7 +153,7 @@ def _follow(ranks: Iterable[int]) -> None:
 
 
 @contextmanager
-def _patient_waits(rank: Rank, lost_peers: LostPeers) -> Iterator[None]:
+def patient_waits(rank: Rank, lost_peers: LostPeers) -> Iterator[None]:
     """Let every wait for a collective of gloo that begins inside end, where another rank has gone."""
     numbers = itertools.count(1)
 
