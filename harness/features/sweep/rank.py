@@ -35,7 +35,6 @@ from lockstep.features.sweep.messages import (
 from lockstep.features.sweep.points import Kind, Point
 from lockstep.features.sweep.report import failing, headline, refusal
 from lockstep.features.sweep.striker import Striker
-from lockstep.output import truncate
 from lockstep.protocol import HAS_ENDED, VICTIM_OF_A_CASE, Agreed, Part, Vote
 from lockstep.tracebacks import is_installed
 
@@ -264,7 +263,8 @@ class RankSweep:
 
 def _describe(error: BaseException) -> str:
     """Return an exception in a line, with the user's line that has raised it."""
-    text = truncate(next(iter(str(error).splitlines()), ""), MOST_CHARACTERS)
+    text = next(iter(str(error).splitlines()), "")
+    text = f"{text[:MOST_CHARACTERS]}..." if len(text) > MOST_CHARACTERS else text
     frames = traceback.extract_tb(error.__traceback__)
     places = [frame for frame in frames if not is_installed(frame.filename)]
     where = f" at {os.path.relpath(places[-1].filename)}:{places[-1].lineno}" if places else ""

@@ -61,19 +61,21 @@ class Sweep:
             RuntimeError: the world cannot be swept, or the test has a sweep already.
         """
         __tracebackhide__ = True
-        self._refuse_world()
+        self._refuse()
         functions = Functions(save, then, prepare or _nothing)
         for name, function in vars(functions).items():
             if not callable(function):
                 raise TypeError(f"sweep: {name} is {shown(function)}; it is a function")
         _check_kinds(kinds)
-        sweep = RankSweep(self._session, functions, _folders_of(files), self._lost_peers)
+        folders = _folders_of(files)
+        self._has_run = True
+        sweep = RankSweep(self._session, functions, folders, self._lost_peers)
         try:
             sweep.run(tuple(dict.fromkeys(kinds)), self._part)
         finally:
             sweep.end()
 
-    def _refuse_world(self) -> None:
+    def _refuse(self) -> None:
         world = self._session.world
         if not meets(world.backend):
             raise RuntimeError("sweep: a fake world is one process, and loses no rank")
@@ -83,7 +85,6 @@ class Sweep:
             raise RuntimeError("sweep: this world starts without a default process group (group=False)")
         if self._has_run:
             raise RuntimeError("sweep: a test has one sweep; write another test for the second one")
-        self._has_run = True
 
 
 def _nothing() -> None: ...
