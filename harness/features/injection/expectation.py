@@ -34,7 +34,7 @@ _LOST = re.compile(
     r"gloo.*tim(ed out|eout)|monitoredBarrier|\bCollectiveTimeout\b", re.IGNORECASE | re.DOTALL
 )
 # These end the run, or the process: such a rank meets no other any more.
-_OF_THE_RUN = (KeyboardInterrupt, SystemExit, GeneratorExit, pytest.exit.Exception)
+OF_THE_RUN = (KeyboardInterrupt, SystemExit, GeneratorExit, pytest.exit.Exception)
 _NOT_COVERED = ("send", "recv", "recv_any_source", "monitored_barrier")
 """Collectives for which no wait is patient: a second one for a message that has come would never end; the
 last one has no handle."""
@@ -78,7 +78,7 @@ class Expectation:
     ) -> bool:
         at = time.time()
         self._stack.close()
-        if isinstance(error, _OF_THE_RUN):
+        if isinstance(error, OF_THE_RUN):
             return False
         how = _how(error)
         if error is not None:

@@ -43,8 +43,6 @@ from lockstep.world.outcome import Died, ItemOutcome, Stuck
 
 WITHIN = 8.0
 """Seconds that a function gets at least: a collective of gloo may end 5 s after another rank was lost."""
-MOST_POINTS = 100
-"""Points that run unless the option says otherwise."""
 
 
 @dataclass(frozen=True)

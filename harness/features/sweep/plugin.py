@@ -23,8 +23,10 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     group.addoption(
         "--sweep-points",
         metavar="NUMBER|all",
-        help="points that each sweep runs, drawn by the seed over all kinds, ranks and phases (default: 100)",
+        help="points that each sweep runs, drawn by the seed over all kinds, ranks and phases (default: that "
+        "of the ini option)",
     )
+    parser.addini("ranks_sweep_points", "points that each sweep runs, or all", default="100")
     group.addoption(
         "--sweep-seconds",
         type=float,
@@ -45,9 +47,13 @@ def pytest_configure(config: pytest.Config) -> None:
         pytest.UsageError: with what was wrong and what to write.
     """
     options = config.option
-    points = options.sweep_points or "all"
-    if points != "all" and not (points.isdecimal() and len(points) < 10 and int(points) > 0):
-        raise pytest.UsageError(f"--sweep-points {points!r:.60}: a number from 1, or all")
+    given = {
+        "--sweep-points": options.sweep_points or "all",
+        "ranks_sweep_points =": config.getini("ranks_sweep_points"),
+    }
+    for name, points in given.items():
+        if points != "all" and not (points.isdecimal() and len(points) < 10 and int(points) > 0):
+            raise pytest.UsageError(f"{name} {points!r:.60}: a number from 1, or all")
     if (seconds := options.sweep_seconds) is not None:
         from lockstep.bounds import SECONDS, are_seconds
 
@@ -101,11 +107,11 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     if not manager.hasplugin(CONTROLLER_PLUGIN) or manager.hasplugin(_SWEEPS):
         return
     if any("sweep" in getattr(item, "fixturenames", ()) for item in items):
-        from lockstep.features.sweep.controller import MOST_POINTS, Budget, Sweeps
+        from lockstep.features.sweep.controller import Budget, Sweeps
         from lockstep.features.sweep.points import Point
 
         options = config.option
-        wanted = options.sweep_points or str(MOST_POINTS)
+        wanted = options.sweep_points or config.getini("ranks_sweep_points")
         only = None if options.sweep_point is None else Point.parse(options.sweep_point)
         points = None if wanted == "all" else int(wanted)
         budget = Budget(points, options.sweep_seconds, only, config.getoption("world_seed"))

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from lockstep.exceptions import PeerFailed
-from lockstep.features.injection.expectation import is_lost, patient_waits
+from lockstep.features.injection.expectation import OF_THE_RUN, is_lost, patient_waits
 from lockstep.features.sweep.directories import Directories, owned
 from lockstep.features.sweep.messages import (
     FEATURE,
@@ -46,7 +46,6 @@ __tracebackhide__ = True  # under pytest a failure points to the call
 
 MOST_CHARACTERS = 300
 """Characters of an error that a report shows."""
-_RAISED = (Exception, pytest.fail.Exception, pytest.skip.Exception)
 
 
 @dataclass(frozen=True)
@@ -226,7 +225,9 @@ class RankSweep:
         """Note what is raised inside, and close the connections then, which frees those that wait."""
         try:
             yield
-        except _RAISED as raised:
+        except BaseException as raised:  # `CheckpointException` of torch is no Exception
+            if isinstance(raised, OF_THE_RUN):
+                raise
             error.text, error.is_lost = _describe(raised), is_lost(raised)
             self._rank.abort()
             self._rank.wire.post(Part(FEATURE, Left()))
