@@ -33,8 +33,10 @@ from lockstep.features.sweep.messages import (
     Result,
     Resume,
 )
+from lockstep.features.sweep.picture import draw
 from lockstep.features.sweep.points import HARMLESS, KILLS, Point, choose, describe_spots, points_of
 from lockstep.features.sweep.report import summary, table
+from lockstep.features.timeline import PICTURES
 from lockstep.protocol import Part, RunItem, Vote
 from lockstep.reporting.rank_reports import Context
 from lockstep.world.diagnosis import Diagnosis, place_of
@@ -327,11 +329,15 @@ class Sweeps:
             return None
         return "sweep", table(progress.results, progress.plan, rerun_line(context.item))
 
+    @pytest.hookimpl(tryfirst=True)
     def pytest_ranks_reported(self, outcome: ItemOutcome, reports: list[pytest.TestReport]) -> None:
-        """Note in the last report how many points held."""
+        """Note in the last report how many points held, and draw them for the page of a timeline."""
         progress: Progress | None = outcome.parts.get(FEATURE)
-        if progress is not None and progress.plan is not None and reports:
-            reports[-1].user_properties.append((FEATURE, summary(progress.results, progress.plan)))
+        if progress is not None and progress.plan is not None and progress.results and reports:
+            said = summary(progress.results, progress.plan)
+            reports[-1].user_properties.append((FEATURE, said))
+            title = f"Points of the sweep: {said}"
+            outcome.parts.setdefault(PICTURES, []).append((title, draw(progress.results, progress.plan)))
 
 
 def _resume(order: RunItem, outcome: ItemOutcome) -> Resume | None:
