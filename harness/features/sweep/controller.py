@@ -49,7 +49,7 @@ WITHIN = 8.0
 
 @dataclass(frozen=True)
 class Budget:
-    """What limits a sweep: options.
+    """The limits of a sweep: options.
 
     Attributes:
         points: how many run at most; None for all.
@@ -65,7 +65,7 @@ class Budget:
 
 
 class Progress:
-    """How far a sweep has come in one run of its item.
+    """The progress of a sweep in one run of its item.
 
     Attributes:
         plan: its points, None before the undisturbed run is over.

@@ -273,7 +273,7 @@ class _File(io.FileIO):
 
 
 class _Entries:
-    """What `os.scandir` returns, without entries that are hidden."""
+    """The iterator that `os.scandir` returns, without entries that are hidden."""
 
     def __init__(self, entries: Any, is_hidden: Callable[[os.DirEntry[str]], bool]) -> None:
         self._entries, self._is_hidden = entries, is_hidden

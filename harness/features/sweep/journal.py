@@ -1,4 +1,4 @@
-"""What ranks have written and not synced, in files that outlive them, and its loss.
+"""Journals of what ranks write and sync, in files that outlive them, and the loss of what was not synced.
 
 Used on both sides; standard library only.
 """

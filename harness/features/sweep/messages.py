@@ -131,7 +131,7 @@ class Pending:
 
     index: int
     errors: dict[int, str]
-    """What the function raised on the ranks that were left."""
+    """Exceptions of the function on the ranks that were left, in a line each."""
     left: dict[str, str]
     """The directories that it has left, by the name of a place: "0/1" is the second one of rank 0."""
 

@@ -50,7 +50,7 @@ MOST_CHARACTERS = 300
 
 @dataclass(frozen=True)
 class Crash:
-    """What has happened before a claim.
+    """The fault before a claim.
 
     Attributes:
         kind: of the fault, "kill" say; None after the undisturbed run.
@@ -90,7 +90,7 @@ class SweepFailed(pytest.fail.Exception):  # type: ignore[misc, name-defined]
 
 @dataclass
 class _Error:
-    """What a function has raised; "" if nothing."""
+    """The exception that a function has raised; "" if none."""
 
     text: str = ""
     is_lost: bool = False

@@ -29,7 +29,7 @@ Contents = dict[str, tuple[int, int]]
 
 @dataclass
 class Recording:
-    """What a rank has done in its undisturbed run."""
+    """The undisturbed run of a rank."""
 
     spots: list[Spot] = field(default_factory=list)
     groups: list[str] = field(default_factory=list)

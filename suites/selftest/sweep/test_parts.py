@@ -84,7 +84,7 @@ def test_a_full_disk_takes_half_of_a_write(tmp_path: Path, log: Log) -> None:
     assert (tmp_path / "x").read_bytes() == b"1234"
 
 
-def test_hidden_files_are_not_there_for_whoever_looks(tmp_path: Path, log: Log) -> None:
+def test_hidden_files_are_not_there_for_any_function(tmp_path: Path, log: Log) -> None:
     (tmp_path / "x").touch()
     (tmp_path / "y").touch()
     log.hidden = {"x"}
