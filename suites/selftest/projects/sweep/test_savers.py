@@ -85,6 +85,7 @@ def test_leaves_a_collective_out(world, sweep, folder):
 
 def test_looks_once(world, sweep, folder):
     def save():
+        dist.barrier()  # rank 0 writes after it
         if world.rank == 0:
             write_own(world, folder)
         dist.barrier()
