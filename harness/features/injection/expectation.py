@@ -34,7 +34,7 @@ _LOST = re.compile(
     r"gloo.*tim(ed out|eout)|monitoredBarrier|\bCollectiveTimeout\b", re.IGNORECASE | re.DOTALL
 )
 # These end the run, or the process: such a rank meets no other any more.
-_OF_THE_RUN = (KeyboardInterrupt, SystemExit, GeneratorExit, pytest.exit.Exception)
+OF_THE_RUN = (KeyboardInterrupt, SystemExit, GeneratorExit, pytest.exit.Exception)
 _NOT_COVERED = ("send", "recv", "recv_any_source", "monitored_barrier")
 """Collectives for which no wait is patient: a second one for a message that has come would never end; the
 last one has no handle."""
@@ -69,7 +69,7 @@ class Expectation:
         self._stack = ExitStack()
 
     def __enter__(self) -> Self:
-        self._stack.enter_context(_patient_waits(self._rank, self._lost_peers))
+        self._stack.enter_context(patient_waits(self._rank, self._lost_peers))
         self._rank.wire.send(Part(FEATURE, Expects(self._text, self._within)))
         return self
 
@@ -78,7 +78,7 @@ class Expectation:
     ) -> bool:
         at = time.time()
         self._stack.close()
-        if isinstance(error, _OF_THE_RUN):
+        if isinstance(error, OF_THE_RUN):
             return False
         how = _how(error)
         if error is not None:
@@ -153,7 +153,7 @@ def _follow(ranks: Iterable[int]) -> None:
 
 
 @contextmanager
-def _patient_waits(rank: Rank, lost_peers: LostPeers) -> Iterator[None]:
+def patient_waits(rank: Rank, lost_peers: LostPeers) -> Iterator[None]:
     """Let every wait for a collective of gloo that begins inside end, where another rank has gone."""
     numbers = itertools.count(1)
 

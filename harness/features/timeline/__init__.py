@@ -4,3 +4,6 @@ Drawn in the controller, of the flight records that ranks send. Must not import 
 """
 
 FEATURE = "timeline"
+
+PICTURES = "timeline pictures"
+"""Name of the part of an outcome in which other features put pictures for the page: titles and SVG."""

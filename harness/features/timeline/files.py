@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 
+from lockstep.features.timeline import PICTURES
 from lockstep.features.timeline.flight_files import remove_flight_files, write_flight_files
 from lockstep.features.timeline.page import index_of, page_of
 from lockstep.features.timeline.timeline import Timeline, read_timeline
@@ -64,17 +66,23 @@ class TimelineFiles:
         folder = self._directory.of_test(label_of(str(item.nodeid), outcome.preparation))
         place = str(folder / PAGE)
         try:
-            self._write(timeline, folder, reports)
+            self._write(timeline, folder, reports, outcome.parts.get(PICTURES, ()))
         except OSError as error:  # the report of the test must not be lost for its picture
             place = self._error = f"cannot be written: {error}"
         _say(reports, place)
 
-    def _write(self, timeline: Timeline, folder: Path, reports: list[pytest.TestReport]) -> None:
+    def _write(
+        self,
+        timeline: Timeline,
+        folder: Path,
+        reports: list[pytest.TestReport],
+        pictures: Sequence[tuple[str, str]],
+    ) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         failed = [report for report in reports if report.failed]
         verdict = "failed" if failed else "skipped" if any(each.skipped for each in reports) else "passed"
         text = "\n\n".join(report.longreprtext for report in failed)
-        write_text(folder / PAGE, page_of(timeline, verdict, text))
+        write_text(folder / PAGE, page_of(timeline, verdict, text, pictures))
         remove_flight_files(folder)
         if failed:
             write_flight_files(timeline, folder)

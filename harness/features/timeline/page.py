@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -33,12 +33,13 @@ def _environment() -> Environment:
     return environment
 
 
-def page_of(timeline: Timeline, outcome: str, report: str) -> str:
+def page_of(timeline: Timeline, outcome: str, report: str, pictures: Sequence[tuple[str, str]] = ()) -> str:
     """Return the page of a test.
 
     Args:
         outcome: "passed", say.
         report: text of its failure.
+        pictures: titles and SVG of what other features draw.
     """
     shown = timeline.last(MOST)
     calls = [(lane.rank, bar) for lane in shown.lanes for bar in lane.bars]
@@ -51,6 +52,7 @@ def page_of(timeline: Timeline, outcome: str, report: str) -> str:
         report=report,
         cause=timeline.sentence or report.partition("\n")[0],
         drawn=draw(shown),
+        pictures=pictures,
         kinds=[kind for kind in _COLOURS if kind in used],
         calls=sorted(calls, key=lambda call: (call[1].begun, call[0])),
     )
