@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from lockstep.backends import meets
 from lockstep.features.compiles import FEATURE
 from lockstep.features.compiles.caches import RankCaches
 from lockstep.features.compiles.compilation import Frame
@@ -22,6 +23,7 @@ from lockstep.features.compiles.torch_internals import (
     tensor_data_variable,
 )
 from lockstep.features.compiles.trace import TraceReader
+from lockstep.hookspecs import Ending
 from lockstep.protocol import Part
 
 if TYPE_CHECKING:
@@ -46,6 +48,9 @@ class Compiler:
         # Inductor sets it as it loads code, and leaves it: so it is no change that a test makes.
         os.environ.update(tensor_data_variable())
         self._caches.install()
+        if not meets(self._session.world.backend):
+            # One process stands for any rank of a fake world: what it keeps would be of all of them.
+            os.environ["TORCHINDUCTOR_FORCE_DISABLE_CACHES"] = "1"
 
     @contextmanager
     def watched(self) -> Iterator[Compiles]:
@@ -83,9 +88,10 @@ class Compiler:
         if self._watched is not None:
             self._watched.compare_ranks()
 
-    def pytest_ranks_finished(self) -> None:
+    def pytest_ranks_finished(self, ending: Ending) -> None:
         """Forget compiled code: the next test finds none, whatever ran before it in this rank."""
         if self._has_compiled:
+            ending.parts[FEATURE] = True
             torch.compiler.reset()
             self._has_compiled = False
             on_compile(self._begin, self._end)

@@ -70,9 +70,10 @@ def remember_probes(remembered: Callable[[str, Callable[[], bool]], bool]) -> No
     """
     module: Any = sys.modules.get("torch._inductor.cpu_vec_isa")
     kind: Any = getattr(module, "VecISA", None)
-    if not hasattr(kind, "check_build"):
+    check: Any = getattr(kind, "check_build", None)
+    flags_of: Any = getattr(module, "_get_isa_dry_compile_fingerprint", None)
+    if check is None or flags_of is None:
         return
-    check, flags_of = kind.check_build, module._get_isa_dry_compile_fingerprint
 
     def check_build(isa: Any, code: str) -> bool:
         name = f"{isa} {flags_of(isa.build_arch_flags())} {code}"

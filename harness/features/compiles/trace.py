@@ -51,7 +51,7 @@ class TraceReader(logging.Handler):
         elif "dynamo_output_graph" in metadata:
             self._change(number, graph=graph_lines(payload))
         elif "artifact" in metadata:
-            self._read_artifact(number, metadata["artifact"]["name"], payload)
+            self._read_artifact(number, metadata["artifact"].get("name", ""), payload)
         elif "compilation_metrics" in metadata:
             self._read_metrics(number, metadata["compilation_metrics"])
         elif "bwd_compilation_metrics" in metadata:
@@ -88,8 +88,8 @@ class TraceReader(logging.Handler):
         _, _, reason = (metrics.get("recompile_reason") or "").strip().partition(": ")
         self._end(
             number,
-            function=metrics["co_name"],
-            line=self._place(metrics["co_filename"], metrics["co_firstlineno"]),
+            function=metrics.get("co_name") or "?",
+            line=self._place(metrics.get("co_filename") or "?", metrics.get("co_firstlineno") or 0),
             ops=metrics.get("graph_op_count") or 0,
             recompiled=reason.splitlines()[0].partition("  # ")[0].strip() if reason else "",
             failed=in_one_line(metrics["fail_reason"]) if metrics.get("fail_reason") else "",
