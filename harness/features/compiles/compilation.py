@@ -1,4 +1,4 @@
-"""What a rank has compiled: frames, graph breaks, recompilations; and where ranks first differ in that.
+"""Compilations of a rank: frames, graph breaks, recompilations; and where those of ranks first differ.
 
 Used on both sides; standard library only.
 """

@@ -1,4 +1,4 @@
-"""The fixture `compiles`: what this rank has compiled while the test ran. Runs in a rank."""
+"""The fixture `compiles`: compilations of this rank while the test ran. Runs in a rank."""
 
 from __future__ import annotations
 
@@ -59,12 +59,12 @@ class Compiles:
 
     @property
     def cache_hits(self) -> int:
-        """How many times torch's caches had the code of a graph."""
+        """Number of times that torch's caches had the code of a graph."""
         return sum(cache.endswith(": hit") for frame in self.frames for cache in frame.caches)
 
     @property
     def cache_misses(self) -> int:
-        """How many times torch's caches did not have the code of a graph."""
+        """Number of times that torch's caches did not have the code of a graph."""
         return sum(cache.endswith(": miss") for frame in self.frames for cache in frame.caches)
 
     @property
@@ -108,7 +108,7 @@ class Compiles:
         """Let ranks compile different code in this test.
 
         Args:
-            why: a reason for whoever reads the test: stages of a pipeline, say.
+            why: a reason for the reader of the test: stages of a pipeline, say.
 
         Raises:
             ValueError: there is no reason.

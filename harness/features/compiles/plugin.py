@@ -68,7 +68,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.fixture
 def compiles(request: pytest.FixtureRequest) -> Iterator[Compiles]:
-    """What torch.compile does on this rank while the test runs; ranks must compile the same."""
+    """The compilations of torch.compile on this rank while the test runs; ranks must compile the same."""
     session_of(request)
     compiler: Any = request.config.pluginmanager.get_plugin(_COMPILER)
     with compiler.watched() as watched:
@@ -103,8 +103,8 @@ def pytest_ranks_sections(context: Context, report: pytest.TestReport | None) ->
     # A rank that failed, or hung, compiled less than the others: that is no difference.
     common = min(map(len, by_rank.values()))
     difference = first_difference({rank: frames[:common] for rank, frames in by_rank.items()})
-    is_told = report is not None and DISAGREE in report.longreprtext
-    if not (difference or is_told or context.item.config.get_verbosity() > 0):
+    is_reported = report is not None and DISAGREE in report.longreprtext
+    if not (difference or is_reported or context.item.config.get_verbosity() > 0):
         return None
     head = f"{DISAGREE}: {difference}\n" if difference else ""
     return "compiled by torch.compile", head + described(by_rank)
