@@ -120,6 +120,12 @@ def test_no_step_after_the_first_compiles_anything(front, training, compiles, ru
             step(2)
 
     run_subtests({"way": WAYS}, claim)
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_no_frame_is_compiled_twice(front, training, compiles, way):
+    train(trainee(front, way), training)
+    assert compiles.graphs
     compiles.assert_none_recompiled()
 
 
