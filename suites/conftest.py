@@ -22,6 +22,7 @@ collectives, run_subtests, world = fixtures.collectives, fixtures.run_subtests, 
 def pytest_configure(config):
     """Register marks, and a profile of properties/conftest.py before Hypothesis's plugin looks for it."""
     config.addinivalue_line("markers", "basic(place): of the few claims that find most faults, in order")
+    config.addinivalue_line("markers", "inductor: compiles C++ code; deselected unless -m or -k names it")
     config.addinivalue_line("markers", "inside: a claim about traffic, memory or hooks, not about values")
     if config.getoption("hypothesis_profile", None) == "long":
         from hypothesis import Phase, settings

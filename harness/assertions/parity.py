@@ -22,6 +22,7 @@ from lockstep.backends.device import accelerator
 from lockstep.exceptions import Diverged
 from lockstep.recorders import active_log
 from lockstep.recorders.tensors import local_part
+from lockstep.recorders.torch_internals import COMPILED
 
 Batch = TypeVar("Batch")
 MakeOptimizer = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
@@ -343,7 +344,11 @@ def _without_ddp(model: nn.Module) -> nn.Module:
 
 
 def _snapshot(tensors: Named) -> dict[str, torch.Tensor | None]:
-    return {name: None if t is None else t.detach().clone() for name, t in tensors.items()}
+    """Return copies by the names that tensors have in the model that was not compiled."""
+    return {
+        name.replace(COMPILED, ""): None if tensor is None else tensor.detach().clone()
+        for name, tensor in tensors.items()
+    }
 
 
 def _seed(*parts: int) -> int:

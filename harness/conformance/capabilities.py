@@ -43,6 +43,7 @@ class Capability(Enum):
     GROUPS = "a view of groups"
     HOOKS = "a view of hooks"
     TRAFFIC = "traffic by group"
+    COMPILED = "models that torch.compile compiles"
     COMPOSABLE = "the composable front"
     WRAPPER = "the wrapper front"
 

@@ -81,6 +81,7 @@ def _findings(tries: bool) -> Iterator[Finding]:
         yield start_method(project)
         yield from machine.environment()
         yield from machine.temporary_directory()
+        yield machine.compiler()
         if has_pytest:
             yield machine.open_files()
             yield from machine.leases()

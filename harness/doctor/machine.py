@@ -94,6 +94,16 @@ def _of_space(path: str) -> Iterator[Finding]:
         yield ok("temp-space", what)
 
 
+def compiler() -> Finding:
+    """Look for the C++ compiler by which torch.compile makes code for the CPU."""
+    name = os.environ.get("CXX") or "g++"
+    if found := shutil.which(name):
+        return ok("compiler", found)
+    what = f"no C++ compiler {name} on the path"
+    why = "inductor, the default backend of torch.compile, needs it on CPUs; eager and aot_eager do not"
+    return note("compiler", what, why, "install g++ (apt-get install g++), or set CXX")
+
+
 def open_files() -> Finding:
     """Look at the limit of file descriptors; needs pytest."""
     from lockstep.exceptions import LaunchError

@@ -15,7 +15,7 @@ from torch.utils.hooks import RemovableHandle
 from lockstep.engine import collectives
 from lockstep.engine.guard import REMEDIES
 from lockstep.engine.param import LocalShard
-from lockstep.engine.torch_internals import gradient_hooks
+from lockstep.engine.torch_internals import gradient_hooks, untraced
 
 
 class Arrivals:
@@ -96,6 +96,7 @@ class _Hook:
     begin: WeakMethod[Callable[[], None]]
     __torch_unserializable__: ClassVar[bool] = True  # so that saving the parameter does not warn of it
 
+    @untraced
     def __call__(self, gradient: Tensor) -> Tensor:
         arrivals, begin = self.arrivals(), self.begin()
         if arrivals is None or begin is None:

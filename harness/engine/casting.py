@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence
 
 from lockstep.engine.param import ParamRef
-from lockstep.engine.torch_internals import pytree
+from lockstep.engine.torch_internals import pytree, untraced
 
 Parts = Mapping[Any, Any]
 
@@ -88,6 +88,7 @@ class BatchNormCast:
         module.register_forward_pre_hook(self._cast)
         module.register_forward_hook(self._restore, always_call=True)
 
+    @untraced
     def _cast(self, module: nn.Module, _: object) -> None:
         mean = module._buffers.get("running_mean")
         if mean is None or mean.dtype != torch.float32 or mean.device.type != "cpu":
@@ -106,6 +107,7 @@ class BatchNormCast:
             for ref, value in own.items():
                 ref.put(value.to(mean.dtype))
 
+    @untraced
     def _restore(self, *_: object) -> None:
         for ref, value in self._own.items():
             ref.put(value)

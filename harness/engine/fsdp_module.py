@@ -18,6 +18,7 @@ from lockstep.engine.init import copy_unit
 from lockstep.engine.param_group import ParamGroup
 from lockstep.engine.root import RootState
 from lockstep.engine.state_dict import refuse_when_busy
+from lockstep.engine.torch_internals import untraced_itself
 from lockstep.engine.unit import Unit
 
 
@@ -46,6 +47,7 @@ class FSDPModule(nn.Module):
         """Return a plain module of the original class, as a slice of an `nn.Sequential` should be."""
         return cls.__mro__[cls.__mro__.index(FSDPModule) + 1](*args, **kwargs)
 
+    @untraced_itself
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self._composed_unit.run(self, super().__call__, args, kwargs)
 
@@ -222,6 +224,7 @@ def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
             f"register_fsdp_forward_method: {type(module).__name__} has no method {method_name!r}"
         )
 
+    @untraced_itself
     @wraps(method)
     def unsharding(self: FSDPModule, *args: Any, **kwargs: Any) -> Any:
         return self._composed_unit.run(self, MethodType(method, self), args, kwargs)

@@ -12,6 +12,7 @@ from torch.utils.hooks import RemovableHandle
 
 from lockstep.engine.marks import refuse_invalidated
 from lockstep.engine.root import RootState
+from lockstep.engine.torch_internals import untraced
 
 # torch's hooks are global, so this is: one pair of hooks for all roots, registered with the first and removed
 # with the last.
@@ -59,12 +60,14 @@ def _optimized(optimizer: Optimizer) -> set[Tensor]:
     return {parameter for group in optimizer.param_groups for parameter in group["params"]}
 
 
+@untraced
 def _invalidate(optimizer: Optimizer, *_: object) -> None:
     stepped = _optimized(optimizer)
     for root in list(_ROOTS):
         root.invalidate(stepped)
 
 
+@untraced
 def _refuse_misfits(optimizer: Optimizer, *_: object) -> None:
     optimized = _optimized(optimizer)
     refuse_invalidated(optimized)

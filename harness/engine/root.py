@@ -19,7 +19,7 @@ from lockstep.engine.api import BackwardPrefetch
 from lockstep.engine.collectives import BufferPool
 from lockstep.engine.mesh import Axis
 from lockstep.engine.param_group import ParamGroup
-from lockstep.engine.torch_internals import AUTOGRAD_ENGINE, current_backward
+from lockstep.engine.torch_internals import AUTOGRAD_ENGINE, current_backward, untraced
 from lockstep.engine.unsharded import Dtypes, UnshardedParams
 
 if TYPE_CHECKING:
@@ -127,6 +127,7 @@ class RootState:
         # A device's thread may let go of a backward that raised a little late.
         return self.backward != -1 and current_backward() != -1
 
+    @untraced
     def enter_forward(self) -> bool:
         """Begin a step if this is its first unit; return whether the forward is recomputed in a backward."""
         in_backward = self.in_backward
@@ -148,6 +149,7 @@ class RootState:
         self._forwards += 1
         return in_backward
 
+    @untraced
     def leave_forward(self, failed: bool) -> None:
         """End what `enter_forward` began.
 
@@ -206,6 +208,7 @@ class RootState:
         finalize(end, self._abort_backward, self.backward).atexit = False
         getattr(Variable, AUTOGRAD_ENGINE).queue_callback(end)
 
+    @untraced
     def _end_backward(self) -> None:
         self.backward = -1
         for unit in self.units:
@@ -213,6 +216,7 @@ class RootState:
         self._settle()
         self._pool.clear()
 
+    @untraced
     def _abort_backward(self, backward: int) -> None:
         """Go back to between steps if `backward` has not ended well; as after a forward, wait for nothing."""
         if self.backward == backward:

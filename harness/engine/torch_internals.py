@@ -7,7 +7,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from operator import attrgetter
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -16,6 +16,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.placement_types import Placement, _StridedShard
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils import _pytree
+
+F = TypeVar("F", bound=Callable[..., Any])
 
 # `tree_is_leaf`, `tree_flatten(is_leaf=)`, `tree_unflatten` and `tree_map`. If it moves: torch.utils.pytree,
 # or optree, which has the same functions.
@@ -76,6 +78,33 @@ FastLabel: Callable[[str], Any] = torch._C._profiler._RecordFunctionFast
 # DTensor is made.
 wrapper_subclass: Callable[..., Any] = Tensor._make_wrapper_subclass
 without_torch_function: Any = torch._C._disabled_torch_function_impl
+
+
+# The mark of a code object by which dynamo skips its frames: with all that they call, or alone. If they move:
+# what `torch.compiler.disable` uses; that function imports torch's compiler, a second of CPU that a process
+# without it saves.
+_frames = torch._C._dynamo.eval_frame
+_mark_code: Callable[..., None] = _frames.set_code_exec_strategy
+_SKIP = _frames._FrameExecStrategy(_frames._FrameAction.SKIP, _frames._FrameAction.SKIP)
+_SKIP_ALONE = _frames._FrameExecStrategy(_frames._FrameAction.SKIP, _frames._FrameAction.DEFAULT)
+
+
+def untraced(function: F) -> F:
+    """Keep torch.compile out of a function and of all that it calls: of hooks, of autograd's callbacks."""
+    return _marked(function, _SKIP)
+
+
+def untraced_itself(function: F) -> F:
+    """Keep torch.compile out of a function, but not out of the modules that it calls."""
+    return _marked(function, _SKIP_ALONE)
+
+
+def _marked(function: F, strategy: Any) -> F:
+    marked: Any = function
+    _mark_code(marked.__code__, strategy)
+    marked._torchdynamo_disable = True  # where dynamo would go into a call from a frame that it traces
+    marked._torchdynamo_disable_msg = "an engine gathers parameters here"
+    return function
 
 
 def count_as_parameter(tensor: Tensor) -> None:

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, TypeVar
 from weakref import WeakMethod, ref
 
@@ -28,7 +29,7 @@ from lockstep.engine.casting import Buffers, cast_floating, map_tensors, tensors
 from lockstep.engine.config import UnitConfig
 from lockstep.engine.param_group import ParamGroup
 from lockstep.engine.root import Kept, RootState
-from lockstep.engine.torch_internals import current_backward
+from lockstep.engine.torch_internals import current_backward, untraced, untraced_itself
 from lockstep.engine.unsharded import Precision, UnshardedParams
 
 T = TypeVar("T")
@@ -84,6 +85,7 @@ class Unit:
             group.gradients.arrivals.watch(WeakMethod(self._enter_backward))
         RootState([self])
 
+    @untraced_itself
     def run(self, module: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """Return what `forward` of `module`, the unit's or one of them, makes of the arguments."""
         root, call = self.root_state, object()
@@ -179,6 +181,7 @@ class Unit:
             group.gradients.arrivals.watch(WeakMethod(self._enter_backward))
             group.shard.retrained = False
 
+    @untraced
     def _before_forward(self, args: Any, kwargs: Any, call: object, recomputed: bool) -> tuple[Any, Any]:
         """Unshard, and return the arguments cast and moved where this unit has to."""
         args, kwargs = self._cast_inputs((args, kwargs), self.precision.now)
@@ -195,6 +198,7 @@ class Unit:
                 args, kwargs = self._watch(self.group, (args, kwargs), call)
         return args, kwargs
 
+    @untraced
     def _after_forward(self, output: Any, module: nn.Module, call: object, recomputed: bool) -> Any:
         """Make sure that backward unshards again; reshard or retain if `module` is the last of the unit."""
         graded: list[Tensor] = []
@@ -204,7 +208,8 @@ class Unit:
         kept = () if recomputed else root.kept_by_outermost()
         if graded and (group or kept or root.root is self):
             full = group.full if group else None
-            register_multi_grad_hook(graded, lambda _: self._before_backward(full, call, kept), mode="any")
+            hook = partial(self._before_backward, full, call, kept)
+            register_multi_grad_hook(graded, hook, mode="any")
             if group and not recomputed and self.options.unshard_in_backward:
                 root.prefetcher.after_forward(group)
         self._ran.add(module)
@@ -215,6 +220,7 @@ class Unit:
         dtype = self._outer_dtype or self.config.output_dtype
         return cast_floating(dtype, output) if dtype else output
 
+    @untraced
     def _abort_forward(self, recomputed: bool) -> None:
         """Show shards after an exception; but checkpointing ends recomputations with one, and goes on.
 
@@ -277,10 +283,12 @@ class Unit:
             return arguments
         arguments, inputs = _differentiable(arguments)
         if inputs:
-            register_multi_grad_hook(inputs, lambda _: self._on_inputs_done(group, full, call), mode="all")
+            hook = partial(self._on_inputs_done, group, full, call)
+            register_multi_grad_hook(inputs, hook, mode="all")
         return arguments
 
-    def _before_backward(self, full: UnshardedParams | None, call: object, kept: Kept) -> None:
+    @untraced
+    def _before_backward(self, full: UnshardedParams | None, call: object, kept: Kept, _: object) -> None:
         """Unshard what the graph of a forward with `full` reads, and bring back what that had `kept`."""
         if torch.is_grad_enabled():
             raise NotImplementedError(
@@ -305,6 +313,7 @@ class Unit:
             if needed:
                 group.unshard(full.dtypes)
 
+    @untraced
     def _on_gradient(self, full: UnshardedParams) -> None:
         """Reduce when the last leaf of `full` that this backward reaches has its gradient."""
         self._enter_backward()
@@ -329,12 +338,14 @@ class Unit:
         everywhere = all(leaf.grad is not None for leaf in full.leaves)
         return everywhere and (backward == self.root_state.backward or self._recomputed)
 
-    def _on_inputs_done(self, group: ParamGroup, full: UnshardedParams, call: object) -> None:
+    @untraced
+    def _on_inputs_done(self, group: ParamGroup, full: UnshardedParams, call: object, _: object) -> None:
         full.end_inputs(call)
         # What forward kept another module may read, also between two calls of this one.
         if full.inputs_done and full.pending(current_backward()) == 0 and self._reshards:
             self._reshard_after_backward(group, full)
 
+    @untraced
     def _enter_backward(self) -> None:
         if self.root_state.backward == -1:
             self.root_state.enter_backward()
@@ -372,6 +383,7 @@ def _weakly(method: Callable[[T], None], subject: T) -> Callable[[Tensor], None]
     """
     reference, weak_subject = WeakMethod(method), ref(subject)
 
+    @untraced
     def call(_: Tensor) -> None:
         alive, there = reference(), weak_subject()
         if alive and there is not None:

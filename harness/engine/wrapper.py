@@ -20,6 +20,7 @@ from lockstep.engine.param import INNER as _INNER
 from lockstep.engine.param import ParamRef, clean_name
 from lockstep.engine.root import RootState
 from lockstep.engine.state_dict import Summon, refuse_when_busy, summoned
+from lockstep.engine.torch_internals import untraced_itself
 from lockstep.engine.wrapper_state import WrapperState
 from lockstep.engine.wrapping import MakeUnit, WrapFunction, WrapPolicy, as_policy, wrap_below
 
@@ -132,6 +133,7 @@ class FullyShardedDataParallel(WrapperState):
             self._unit.group.shard.register_flat(ParamRef(self, _FLAT))
         optimizer_hooks.watch(RootState([wrapper._unit for _, wrapper in _wrappers(self)]))
 
+    @untraced_itself
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         return self._unit.run(self.module, self.module, args, kwargs)
 

@@ -30,7 +30,7 @@ from lockstep.engine.state_dict import (
     replaced_parameters,
     signature,
 )
-from lockstep.engine.torch_internals import module_versions, new_state_dict
+from lockstep.engine.torch_internals import module_versions, new_state_dict, untraced
 from lockstep.engine.unit import Unit
 
 
@@ -45,6 +45,7 @@ class WrapperState(nn.Module):
         return self._state_settings.state_dict_type is StateDictType.LOCAL_STATE_DICT
 
     @property
+    @untraced
     def module(self) -> nn.Module:
         """The wrapped module."""
         inner = self._modules[INNER]

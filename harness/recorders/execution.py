@@ -8,6 +8,7 @@ from __future__ import annotations
 import hashlib
 import os
 import sys
+import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
@@ -24,7 +25,12 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from lockstep.recorders.collectives import NOT_COLLECTIVES, spelled
 from lockstep.recorders.in_flight import InFlight
 from lockstep.recorders.tensors import local_part, named_tensors, short
-from lockstep.recorders.torch_internals import TorchDispatchMode, caller_of_operator, in_backward
+from lockstep.recorders.torch_internals import (
+    COMPILED,
+    TorchDispatchMode,
+    caller_of_operator,
+    in_backward,
+)
 from lockstep.tracebacks import is_installed
 
 __all__ = ["Event", "ExecutionLog", "active_log"]
@@ -133,6 +139,9 @@ class ExecutionLog(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch
             The place in `events` where the run begins.
         """
         self.step = self._collectives = 0
+        # Of hooks on all modules, as those of this log; torch runs nothing compiled under it.
+        of_hooks = "Using `torch.compile.module.` when there are global hooks"
+        warnings.filterwarnings("ignore", of_hooks, UserWarning)
         self._counts.clear()
         self._names.update(names)
         return len(self.events)
@@ -158,7 +167,7 @@ class ExecutionLog(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch
     def _before_module(self, module: nn.Module, args: Any) -> None:
         if module not in self._names:  # the outermost one of its model
             for name, each in module.named_modules():
-                self._names.setdefault(each, name)
+                self._names.setdefault(each, f"{name}.".replace(COMPILED, "")[:-1])
 
     def _after_module(self, module: nn.Module, args: Any, output: Any) -> None:
         """Record what the module computed, and its parameters: here an engine has not resharded it yet."""

@@ -16,6 +16,7 @@ from torch.distributed.distributed_c10d import _resolve_process_group
 from torch.utils._python_dispatch import TorchDispatchMode
 
 __all__ = [
+    "COMPILED",
     "FakeTensor",
     "TorchDispatchMode",
     "caller_of_operator",
@@ -25,6 +26,11 @@ __all__ = [
     "work_of",
     "written_arguments",
 ]
+
+
+COMPILED = "_orig_mod."
+"""Part of the names below a module that `torch.compile(module)` returned. If it moves: the attribute of
+`torch._dynamo.OptimizedModule` that has the module."""
 
 
 def in_backward() -> bool:

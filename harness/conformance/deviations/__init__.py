@@ -82,7 +82,7 @@ _TABLES_OF = {
     "torch-fsdp1": (
         *(*_FSDPS, "shared.nan", "torch_fsdp1.core", "wrapper.fsdp1"),
         *("refusals.scalers", "refusals.fsdp1_scaler", "outside.both", "outside.fsdp1"),
-        *("torch_fsdp1.scaler", "torch_fsdp1.mixed_precision"),
+        *("torch_fsdp1.scaler", "torch_fsdp1.mixed_precision", "torch_fsdp1.compiled"),
     ),
     "torch-fsdp2": (
         *(*_FSDPS, *_DTENSORS, *_AMP_SCALER, "torch_fsdp2.core", "outside.both", "outside.fsdp2"),

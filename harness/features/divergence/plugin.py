@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Generator, Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -9,7 +10,7 @@ import pytest
 
 from lockstep.exceptions import Diverged
 from lockstep.features.divergence import FEATURE
-from lockstep.hookspecs import RANK_PLUGIN
+from lockstep.hookspecs import RANK_PLUGIN, Ending
 
 if TYPE_CHECKING:
     from lockstep.options import Options
@@ -35,7 +36,8 @@ def pytest_ranks_short_options() -> Options:
 def pytest_ranks_item(item: pytest.Item, order: RunItem) -> None:
     if FEATURE in order.parts:
         session: Any = item.config.pluginmanager.get_plugin(RANK_PLUGIN)
-        item.config.pluginmanager.register(RecordedItem(session.rank.spec.session.cwd))
+        manager = item.config.pluginmanager
+        manager.register(RecordedItem(session.rank.spec.session.cwd, manager))
 
 
 def pytest_ranks_failed(
@@ -52,10 +54,11 @@ class RecordedItem:
 
     Args:
         base: directory that the user's files are named from.
+        manager: of the rank's session.
     """
 
-    def __init__(self, base: str) -> None:
-        self._base = base
+    def __init__(self, base: str, manager: pytest.PytestPluginManager) -> None:
+        self._base, self._manager = base, manager
 
     @pytest.hookimpl(wrapper=True)
     def pytest_ranks_run_item(self, item: pytest.Item, order: RunItem) -> Generator[None, object, object]:
@@ -69,7 +72,14 @@ class RecordedItem:
                 return (yield)
         finally:
             option.subtest = selected
-            item.config.pluginmanager.unregister(self)
+
+    def pytest_ranks_finished(self, ending: Ending) -> None:
+        """End with the item, and its rank after it, if torch's compiler is there.
+
+        Code that dynamo meets under the log it marks, for the whole process, as never to be compiled.
+        """
+        self._manager.unregister(self)
+        ending.usable = ending.usable and "torch._dynamo" not in sys.modules
 
 
 # In the controller

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from lockstep.exceptions import WorldError
+from lockstep.features.compiles import FEATURE as COMPILED
 from lockstep.features.divergence import FEATURE
 from lockstep.protocol import REPORT_PARTS, RunItem
 from lockstep.reporting.merge import as_option, uses_run_subtests
@@ -20,6 +21,14 @@ from lockstep.world.outcome import ItemOutcome
 _PASSED = (
     "the test ran again, with recording, and passed: the divergence does not come every time. A collective "
     "that is not waited for, uninitialised memory, or a random number that no seed fixes is like that"
+)
+_AGREES_UNCOMPILED = (
+    "the test ran again, with recording, for which torch runs all code uncompiled, and passed: eager agrees, "
+    "and the difference comes with torch.compile"
+)
+_PARTS_UNCOMPILED = (
+    "torch ran all code of the recorded run uncompiled, as modules cannot be seen inside a graph: the "
+    "difference above comes without torch.compile, too"
 )
 _OTHERWISE = (
     "the test ran again, with recording, and did not come to this assertion: it failed in another way"
@@ -73,14 +82,16 @@ def _explain(outcome: ItemOutcome, recorded: ItemOutcome, case: str) -> str:
     again = {
         rank.rank: [report for report in rank.reports if _case_of(report) == case] for rank in recorded.ranks
     }
+    compiled = any(COMPILED in rank.parts() for rank in outcome.ranks)
     if not any(again.values()):
-        return _LATE if recorded.timed_out else _PASSED if _passed(recorded) else _OTHERWISE
+        passed = _AGREES_UNCOMPILED if compiled else _PASSED
+        return _LATE if recorded.timed_out else passed if _passed(recorded) else _OTHERWISE
     for rank in outcome.ranks:
         new = iter(again.get(rank.rank, ()))
         rank.reports[:] = [
             next(new, report) if _case_of(report) == case else report for report in rank.reports
         ]
-    return ""
+    return _PARTS_UNCOMPILED if compiled else ""
 
 
 def _passed(outcome: ItemOutcome) -> bool:

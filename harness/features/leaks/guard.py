@@ -55,6 +55,7 @@ _TORCH_PROCESSES = (
 # Threads that serve a process to its end, by the name of the thread or of its class.
 _INFRASTRUCTURE = {
     "InductorSubproc",  # reads what torch's compile worker answers
+    "InductorPool",  # compiles kernels; named so by features/compiles
     "TMonitor",  # tqdm's, one for all progress bars
     "destroys-groups",  # ours, of a group of gloo that never ends
     "waits-in-gloo",  # ours, for a collective that never ends
@@ -309,8 +310,10 @@ def _name_of_file(number: str) -> str:
     # Python opens all but files so that an exec closes them; gloo and CUDA do not. Groups are in the state.
     native = not (stat.S_ISREG(mode) or flags & fcntl.FD_CLOEXEC)
     device = path.startswith("/dev/") and not path.startswith(_SEGMENTS)
-    of_shm = path.startswith("/memfd:lockstep-shm")  # memory of groups, too
-    if native or device or of_shm or path.startswith("anon_inode:"):
+    ours = path.startswith("/memfd:lockstep-shm") or path.endswith(
+        ".lockstep-lease"
+    )  # to the end of the rank
+    if native or device or ours or path.startswith("anon_inode:"):
         return ""
     name = _name_of_socket(int(number)) if stat.S_ISSOCK(mode) else f"file {path}"
     # Of multiprocessing: sockets and memory that serve a process to its end.

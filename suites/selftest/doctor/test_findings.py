@@ -102,6 +102,13 @@ def test_a_temporary_directory_mounted_noexec(monkeypatch: Patch) -> None:
     assert "torch.compile" in the(machine.temporary_directory(), "temp-noexec", "note").why
 
 
+def test_no_compiler(monkeypatch: Patch) -> None:
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    found = machine.compiler()
+    assert (found.level, found.what) == ("note", "no C++ compiler no-such-compiler on the path")
+    assert "apt-get install g++" in found.remedy
+
+
 @pytest.mark.parametrize(("limit", "level"), [(8, "problem"), (200, "note"), (65536, "ok")])
 def test_few_descriptors(limit: int, level: str, monkeypatch: Patch) -> None:
     monkeypatch.setattr(resource, "getrlimit", lambda _: (limit, limit))

@@ -1,0 +1,97 @@
+"""The half of a rank: its caches, what a compilation leaves in the process, and the fixture's record."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+import torch
+
+from lockstep.backends import meets
+from lockstep.features.compiles import FEATURE
+from lockstep.features.compiles.caches import RankCaches
+from lockstep.features.compiles.compilation import Frame
+from lockstep.features.compiles.compiles import Compiles
+from lockstep.features.compiles.torch_internals import (
+    TRACE,
+    hide_trace_from_root,
+    name_compile_threads,
+    on_compile,
+    tensor_data_variable,
+)
+from lockstep.features.compiles.trace import TraceReader
+from lockstep.hookspecs import Ending
+from lockstep.protocol import Part
+
+if TYPE_CHECKING:
+    from lockstep.rank.session import RankSession
+
+__tracebackhide__ = True
+
+
+class Compiler:
+    """The compiler of this process, between tests: a plugin from the first compilation on."""
+
+    def __init__(self, session: RankSession, directory: str) -> None:
+        self._session = session
+        self._caches = RankCaches(directory, session.rank.spec, self._compiles_first)
+        self._has_compiled = False
+        self._recursion_limit = 0
+        self._watched: Compiles | None = None
+
+    def install(self) -> None:
+        """Prepare the process, which most often compiles nothing."""
+        hide_trace_from_root()
+        # Inductor sets it as it loads code, and leaves it: so it is no change that a test makes.
+        os.environ.update(tensor_data_variable())
+        self._caches.install()
+        if not meets(self._session.world.backend):
+            # One process stands for any rank of a fake world: what it keeps would be of all of them.
+            os.environ["TORCHINDUCTOR_FORCE_DISABLE_CACHES"] = "1"
+
+    @contextmanager
+    def watched(self) -> Iterator[Compiles]:
+        """Read torch's trace inside; a failure's report has what was read."""
+        rank = self._session.rank
+        reader = TraceReader(rank.spec.session.cwd, self._send)
+        self._watched = Compiles(rank, self._session.world.rank, reader)
+        TRACE.addHandler(reader)
+        try:
+            yield self._watched
+        finally:
+            TRACE.removeHandler(reader)
+            self._watched = None
+
+    def _send(self, place: int, frame: Frame) -> None:
+        """Send it now: the test may hang, or die, before it ends."""
+        self._session.rank.wire.post(Part(FEATURE, (place, frame)))
+
+    def _compiles_first(self) -> None:
+        on_compile(self._begin, self._end)
+        self._begin()
+
+    def _begin(self, _: object = None) -> None:
+        self._has_compiled = True
+        self._recursion_limit = sys.getrecursionlimit()
+
+    def _end(self, _: object = None) -> None:
+        if sys.getrecursionlimit() > self._recursion_limit > 0:
+            sys.setrecursionlimit(self._recursion_limit)  # inductor raises it
+        name_compile_threads("InductorPool")  # which the guard of leaks knows
+
+    def pytest_ranks_called(self) -> None:
+        """Compare what ranks have compiled, where the test watches it."""
+        __tracebackhide__ = True
+        if self._watched is not None:
+            self._watched.compare_ranks()
+
+    def pytest_ranks_finished(self, ending: Ending) -> None:
+        """Forget compiled code: the next test finds none, whatever ran before it in this rank."""
+        if self._has_compiled:
+            ending.parts[FEATURE] = True
+            torch.compiler.reset()
+            self._has_compiled = False
+            on_compile(self._begin, self._end)

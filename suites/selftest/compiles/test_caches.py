@@ -1,0 +1,166 @@
+"""Compile caches of ranks: whose they are, where they are, and that they are kept."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from pathlib import Path
+
+import pytest
+
+from lockstep.features.compiles.cache_directory import clear
+from lockstep.features.compiles.caches import RankCaches, remembered
+from lockstep.features.compiles.torch_internals import TRACE
+from lockstep.specification import RankSpec, SessionSpec, WorldKey
+from suites.selftest.project import WITHOUT_PLUGINS, Run, copy_project, run_pytest
+
+VARIABLES = ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR", "TORCH_EXTENSIONS_DIR")
+
+
+def run_cached(path: Path, *args: str, **environ: str) -> Run:
+    return run_pytest(path, "--world-timeout=240", *args, **WITHOUT_PLUGINS, **environ)
+
+
+def read(path: Path, name: str) -> str:
+    (found,) = path.glob(name)
+    return found.read_text()
+
+
+@pytest.fixture(scope="module")
+def project(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return copy_project("compiles", tmp_path_factory.mktemp("cached"))
+
+
+@pytest.fixture
+def environ(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
+    for name in VARIABLES:
+        monkeypatch.setenv(name, "")  # so that it is restored
+        monkeypatch.delenv(name)
+    return monkeypatch
+
+
+def caches(directory: object, rank: int = 0, size: int = 2) -> RankCaches:
+    session = SessionSpec((), "/", (), (), {}, {}, captures=True)
+    spec = RankSpec(rank, WorldKey(size, "gloo", "cpu"), session, 0, f"{directory}/private", "")
+    made = RankCaches(str(directory), spec, lambda: None)
+    made.install()
+    return made
+
+
+def compile_something(made: RankCaches) -> Path:
+    """Give the caches the first record of a trace; return the directory of inductor then."""
+    made.emit(TRACE.makeRecord("torch", 10, "file", 1, "", (), None))
+    return Path(os.environ["TORCHINDUCTOR_CACHE_DIR"])
+
+
+def test_each_rank_and_size_has_directories_of_its_own(tmp_path: Path, environ: object) -> None:
+    found = {compile_something(caches(tmp_path, rank, size)) for rank, size in ((0, 2), (1, 2), (0, 4))}
+    (machine,) = (each for each in tmp_path.iterdir() if each.name.startswith("torch-"))
+    places = {path.relative_to(machine).as_posix() for path in found}
+    assert places == {"world-2/rank-0/inductor", "world-2/rank-1/inductor", "world-4/rank-0/inductor"}
+
+
+def test_a_directory_in_use_is_left_to_its_user(tmp_path: Path, environ: object) -> None:
+    first, second = caches(tmp_path), caches(tmp_path)
+    before, after = compile_something(first), compile_something(caches(tmp_path))
+    assert (before.parent.name, after.parent.name) == ("rank-0", "rank-0.1")
+    second.close()
+
+
+def test_nothing_is_made_until_something_is_compiled(tmp_path: Path, environ: object) -> None:
+    made = caches(tmp_path)
+    TRACE.removeHandler(made)
+    assert [*tmp_path.iterdir()] == []
+    assert os.environ["TRITON_CACHE_DIR"] == f"{made.path}/triton"
+    assert os.environ["TORCH_EXTENSIONS_DIR"] == f"{made.path}/extensions"
+
+
+def test_a_cache_that_the_user_names_stays(tmp_path: Path, environ: pytest.MonkeyPatch) -> None:
+    environ.setenv("TORCH_EXTENSIONS_DIR", "/somewhere")
+    TRACE.removeHandler(caches(tmp_path))
+    assert os.environ["TORCH_EXTENSIONS_DIR"] == "/somewhere"
+
+
+def test_without_a_directory_nothing_is_kept(tmp_path: Path, environ: object) -> None:
+    blocked = tmp_path / "blocked"
+    blocked.touch()  # as no directory can be made below it
+    made = caches(blocked)
+    TRACE.removeHandler(made)
+    assert made.path == Path(f"{blocked}/private/rank-0.caches")
+
+
+def test_the_cpu_is_probed_once(tmp_path: Path) -> None:
+    calls: list[str] = []
+
+    def probe() -> bool:
+        calls.append("probed")
+        return True
+
+    assert [remembered(tmp_path / "cpu", "avx2", probe) for _ in range(3)] == [True] * 3
+    assert remembered(tmp_path / "cpu", "avx512", probe)
+    assert len(calls) == 2
+
+
+def test_a_probe_that_fails_is_tried_again(tmp_path: Path) -> None:
+    answers = iter([False, True])
+    assert [remembered(tmp_path, "avx2", lambda: next(answers)) for _ in range(3)] == [False, True, True]
+
+
+def test_clearing_leaves_what_another_run_uses(tmp_path: Path, environ: object) -> None:
+    used = compile_something(caches(tmp_path, rank=0)).parent
+    free = used.with_name("rank-1")
+    free.mkdir()
+    Path(f"{free}.lockstep-lease").touch()
+    with pytest.warns(UserWarning, match="another run uses .*rank-0, which stays"):
+        clear(tmp_path)
+    assert (used.exists(), free.exists()) == (True, False)
+
+
+def test_workers_of_xdist_never_share_a_directory(project: Path) -> None:
+    run = run_cached(project, "-n2", "--compile-cache=kept", "test_cached.py", "-k", "leased", "-pxdist")
+    assert run.count().startswith("2 passed"), run.output
+    for rank in (0, 1):
+        of_both = {read(project, f"leased{number}-*-{rank}.txt") for number in (0, 1)}
+        assert {Path(path).parent.name for path in of_both} == {f"rank-{rank}", f"rank-{rank}.1"}
+        assert all(path.startswith(f"{project}/kept/torch-") for path in of_both)
+
+
+def test_the_default_is_a_folder_in_the_cache_of_pytest(project: Path) -> None:
+    run = run_cached(project, "test_cached.py", "-k", "nothing or of_the_test")
+    assert run.count().startswith("2 passed"), run.output
+    place = f"{project}/.pytest_cache/d/lockstep-compiled/torch-"
+    assert read(project, "unused-*-1.txt").startswith(place)
+    assert not (project / ".pytest_cache" / "d").exists()
+
+
+@pytest.mark.parametrize(
+    ("options", "sentence"),
+    [
+        (["--compile-cache="], "--compile-cache '': write the path of a folder"),
+        (["--compile-cache=pytest.ini"], "--compile-cache: cannot make the folder: "),
+        (["-oranks_compile_cache=pytest.ini/x"], "ranks_compile_cache: cannot make the folder: "),
+    ],
+)
+def test_a_directory_that_cannot_be_is_one_sentence(project: Path, options: list[str], sentence: str) -> None:
+    run = run_cached(project, *options)
+    assert run.status == pytest.ExitCode.USAGE_ERROR
+    assert f"ERROR: {sentence}" in run.output
+
+
+@pytest.mark.skipif(shutil.which("g++") is None, reason="inductor needs a C++ compiler: apt-get install g++")
+def test_a_second_run_finds_the_code_of_the_first(project: Path) -> None:
+    select = ("test_cached.py", "-k", "inductor")
+    first = run_cached(project, *select)
+    assert first.count().startswith("1 passed"), first.output
+    assert "warning" not in first.output  # of what inductor leaves in a process
+    cold = [read(project, f"inductor-*-{rank}.txt").split() for rank in (0, 1)]
+    assert run_cached(project, *select).count().startswith("1 passed")
+    warm = [read(project, f"inductor-*-{rank}.txt").split() for rank in (0, 1)]
+    assert [hits for hits, _, _ in cold] == ["0", "0"]
+    assert [misses for _, misses, _ in warm] == ["0", "0"]
+    assert [path for _, _, path in warm] == [path for _, _, path in cold]
+    probes = [*(project / ".pytest_cache").rglob("cpu/*")]
+    assert [each.read_text() for each in probes] == ["succeeded\n"] * len(probes)
+    cleared = run_cached(project, "--compile-cache-clear", "test_cached.py", "-k", "nothing")
+    assert cleared.count().startswith("1 passed"), cleared.output
+    assert not [*(project / ".pytest_cache").rglob("fxgraph")]

@@ -1,0 +1,89 @@
+"""The fixture `compiles`: what each rank has compiled, and ranks that disagree on it."""
+
+from __future__ import annotations
+
+import pytest
+
+from suites.selftest.project import Run, line_of
+
+PROJECT = "compiles"
+OPTIONS = ("test_compiles.py", "-v", "--world-timeout=60", "-p", "no:cacheprovider")
+
+PASS = (
+    *("test_frames", "test_a_break", "test_a_break_in_a_hook", "test_a_constant_that_ranks_may_have"),
+    *(f"test_compiled_again_in_each_test[{number}]" for number in range(3)),
+    "test_nothing_compiled",
+)
+FAIL = (
+    *("test_a_recompilation_in_each_step", "test_something_new", "test_a_shape_of_one_rank"),
+    *("test_a_constant_of_one_rank", "test_a_break_of_one_rank", "test_a_hang_of_one_rank"),
+    *("test_a_rank_that_fails", "test_an_unknown_backend", "test_no_reason"),
+)
+
+
+def place(run: Run, code: str) -> str:
+    return f"test_compiles.py:{line_of(code, run.path / 'test_compiles.py')}"
+
+
+@pytest.mark.parametrize("name", PASS)
+def test_the_record_of_sound_code_is_right(run: Run, name: str) -> None:
+    assert run.outcome(name) == "passed", run.failure(name)
+
+
+def test_all_others_fail(run: Run) -> None:
+    assert {name for name in run.cases if run.outcome(name) != "passed"} == set(FAIL)
+
+
+def test_a_recompilation_is_shown_with_the_guard_that_failed(run: Run) -> None:
+    text = run.failure("test_a_recompilation_in_each_step")
+    assert "rank 0 has compiled again:" in text
+    assert f"stepped ({place(run, 'def stepped')}): number == 0" in text
+
+
+def test_what_is_compiled_too_late_is_named(run: Run) -> None:
+    text = run.failure("test_something_new")
+    assert "has compiled what should have been compiled before:" in text
+    assert "tensor 'x' rank mismatch. expected 1, actual 2" in text
+
+
+def test_a_shape_of_one_rank_fails_all(run: Run) -> None:
+    text = run.failure("test_a_shape_of_one_rank")
+    assert "all 2 ranks failed" in text
+    again = f"rank 1 compiled summed ({place(run, 'def summed')}) again, as tensor 'x' size mismatch"
+    assert f"ranks disagree on what they compiled: compilation 2: rank 0 compiled nothing; {again}" in text
+    assert "compiles.ranks_may_differ(...)" in text
+
+
+def test_a_constant_of_one_rank_is_shown_with_both_values(run: Run) -> None:
+    text = run.failure("test_a_constant_of_one_rank")
+    frame = f"scaled ({place(run, 'def scaled')})"
+    assert f"compilation 1: {frame}: the graphs differ: rank 0 `" in text
+    assert "l_x_ * 2" in text
+    assert "l_x_ * 3" in text
+
+
+def test_a_graph_break_of_one_rank_is_named(run: Run) -> None:
+    text = run.failure("test_a_break_of_one_rank")
+    at = f"graph break at {place(run, 'on this rank alone')}: Call to `torch._dynamo.graph_break()`"
+    assert f"rank 0 no graph break; rank 1 {at}" in text
+
+
+def test_the_report_of_a_hang_says_what_ranks_compiled(run: Run) -> None:
+    text = run.failure("test_a_hang_of_one_rank")
+    _, _, section = text.partition("compiled by torch.compile")
+    assert "ranks disagree on what they compiled: compilation 1: before_the_hang" in section
+    assert "rank 0: 1 frame" in section
+
+
+def test_the_report_of_a_failure_lists_what_was_compiled(run: Run) -> None:
+    text = run.failure("test_a_rank_that_fails")
+    _, _, section = text.partition("compiled by torch.compile")
+    assert "all ranks: 1 frame" in section
+    assert "<lambda> (test_compiles.py:" in section
+    assert "1 operation" in section
+
+
+def test_bad_input_gets_a_sentence(run: Run) -> None:
+    assert "Invalid backend: 'lighning'" in run.failure("test_an_unknown_backend")
+    sentence = "compiles.ranks_may_differ: write why ranks compile different code in this test"
+    assert sentence in run.failure("test_no_reason")

@@ -1,0 +1,49 @@
+"""Directories of compile caches, and code of inductor that is kept in them."""
+
+import os
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+pytestmark = pytest.mark.ranks(2)
+HERE = Path(__file__).parent
+
+
+def note(world, test, text):
+    worker = os.environ["PYTEST_XDIST_WORKER"]  # that of the rank where there is none
+    (HERE / f"{test}-{worker}-{world.rank}.txt").write_text(text)
+
+
+def directory():
+    return os.environ["TORCHINDUCTOR_CACHE_DIR"]
+
+
+@pytest.mark.parametrize("number", range(2))
+def test_leased(world, number):
+    """Two controllers run one of these each: neither ends before both have compiled."""
+    torch.compile(lambda x: x + 1, backend="eager")(torch.ones(1))
+    note(world, f"leased{number}", directory())
+    while len([*HERE.glob(f"leased?-*-{world.rank}.txt")]) < 2:  # the deadline of the test is the bound
+        time.sleep(0.02)
+
+
+def test_nothing_compiled(world):
+    note(world, "unused", directory())
+
+
+def test_of_the_test(world, monkeypatch, tmp_path):
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+    torch.compile(lambda x: x + 1, backend="eager")(torch.ones(1))
+    assert directory() == str(tmp_path)
+
+
+def test_inductor(compiles, world):
+    def kept(x):
+        return (x.sin() * 2).sum()
+
+    x = torch.ones(4, requires_grad=True)
+    torch.compile(kept)(x).backward()
+    torch.testing.assert_close(x.grad, torch.ones(4).cos() * 2)
+    note(world, "inductor", f"{compiles.cache_hits} {compiles.cache_misses} {directory()}")
