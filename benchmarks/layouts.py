@@ -54,7 +54,7 @@ def of_sizes(*axes: str, **others: str) -> str:
 
 
 ALL = ("pp", "dp", "fsdp", "ep", "cp", "tp")
-UNEVEN = {axis: "(1, 2, 3, 4, 5, 6, 8)" for axis in ("dp", "fsdp")}  # 24 rows: the last rank of 5 has fewer
+UNEVEN = dict.fromkeys(("dp", "fsdp"), "(1, 2, 3, 4, 5, 6, 8)")  # 24 rows: the last rank of 5 has fewer
 PLANS = (
     Plan("by hand", "pipeline.Plan", of_sizes("pp", "dp", "ep", "cp", "tp"), {"shm": 30, "gloo": 60}),
     Plan("FSDP2", "six_axes.Plan", of_sizes(*ALL), {"shm": 100}),

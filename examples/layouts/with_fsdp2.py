@@ -24,8 +24,9 @@ class Plan:
         self.shard(model, layout.mesh)
 
     def __call__(self, batch, microbatches):
-        names, (_, ranks) = ("tokens", "labels"), self.layout.part(self.axes)
-        tokens, labels = (self.layout.slice(batch[name], self.axes).tensor_split(microbatches) for name in names)
+        _, ranks = self.layout.part(self.axes)
+        mine = (self.layout.slice(batch[name], self.axes) for name in ("tokens", "labels"))
+        tokens, labels = (each.tensor_split(microbatches) for each in mine)
         total = torch.zeros((), dtype=torch.float64)
         for each, wanted in zip(tokens, labels, strict=True):
             part = share(self.model(each), wanted, batch)
