@@ -79,7 +79,7 @@ def test_what_was_stored_is_shown_again(compared: subprocess.CompletedProcess[st
 
 
 def test_an_unknown_project_is_refused(tmp_path: Path) -> None:
-    command = [sys.executable, PROJECT / "benchmarks" / "adopt_others", tmp_path, "--only", "nobody"]
+    command = [sys.executable, PROJECT / "benchmarks" / "adopt_others", tmp_path, "--only", "unknown"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60)
     assert done.returncode == 1
-    assert done.stderr.startswith("projects.toml has no nobody; it has transformers")
+    assert done.stderr.startswith("projects.toml has no unknown; it has transformers")
