@@ -381,12 +381,11 @@ def _weakly(method: Callable[[T], None], subject: T) -> Callable[[Tensor], None]
     A leaf's hook, the unit and autograd's node of the leaf would hold each other for ever, as no garbage
     collector sees through the node.
     """
-    reference, weak_subject = WeakMethod(method), ref(subject)
+    return partial(_call_weakly, WeakMethod(method), ref(subject))
 
-    @untraced
-    def call(_: Tensor) -> None:
-        alive, there = reference(), weak_subject()
-        if alive and there is not None:
-            alive(there)
 
-    return call
+@untraced
+def _call_weakly(method: WeakMethod[Callable[[T], None]], subject: ref[T], _: Tensor) -> None:
+    alive, there = method(), subject()
+    if alive and there is not None:
+        alive(there)

@@ -13,13 +13,14 @@ from lockstep.rank_session import session_of
 
 if TYPE_CHECKING:
     from lockstep.features.compiles.compiles import Compiles
+    from lockstep.features.compiles.rank import Compiler
     from lockstep.options import Options
     from lockstep.protocol import Part
     from lockstep.rank.session import RankSession
     from lockstep.reporting.rank_reports import Context
     from lockstep.world.item_run import ItemRun
 
-_COMPILER = "harness-compiler"
+_compiler: pytest.StashKey[Compiler] = pytest.StashKey()
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -58,9 +59,9 @@ def pytest_configure(config: pytest.Config) -> None:
     else:
         from lockstep.features.compiles.rank import Compiler
 
-        compiler = Compiler(session, session.rank.spec.session.parts.get(FEATURE, ""))
-        compiler.install()
-        config.pluginmanager.register(compiler, _COMPILER)
+        directory = session.rank.spec.session.parts.get(FEATURE, "")
+        config.stash[_compiler] = Compiler(session, directory, config.pluginmanager)
+        config.stash[_compiler].install()
 
 
 # In a rank
@@ -70,8 +71,7 @@ def pytest_configure(config: pytest.Config) -> None:
 def compiles(request: pytest.FixtureRequest) -> Iterator[Compiles]:
     """The compilations of torch.compile on this rank while the test runs; ranks must compile the same."""
     session_of(request)
-    compiler: Any = request.config.pluginmanager.get_plugin(_COMPILER)
-    with compiler.watched() as watched:
+    with request.config.stash[_compiler].watched() as watched:
         yield watched
 
 

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
+import pytest
 import torch
 
 from lockstep.backends import meets
@@ -33,10 +34,15 @@ __tracebackhide__ = True
 
 
 class Compiler:
-    """The compiler of this process, between tests: a plugin from the first compilation on."""
+    """The compiler of this process, between tests: a plugin from the first compilation on.
 
-    def __init__(self, session: RankSession, directory: str) -> None:
+    Args:
+        manager: registers it then; a rank that compiles nothing calls none of its hooks.
+    """
+
+    def __init__(self, session: RankSession, directory: str, manager: pytest.PytestPluginManager) -> None:
         self._session = session
+        self._manager = manager
         self._caches = RankCaches(directory, session.rank.spec, self._compiles_first)
         self._has_compiled = False
         self._recursion_limit = 0
@@ -56,6 +62,7 @@ class Compiler:
     def watched(self) -> Iterator[Compiles]:
         """Read torch's trace inside; a failure's report has what was read."""
         rank = self._session.rank
+        self._register()  # to compare, also where one rank compiles nothing
         reader = TraceReader(rank.spec.session.cwd, self._send)
         self._watched = Compiles(rank, self._session.world.rank, reader)
         TRACE.addHandler(reader)
@@ -69,7 +76,12 @@ class Compiler:
         """Send it now: the test may hang, or die, before it ends."""
         self._session.rank.wire.post(Part(FEATURE, (place, frame)))
 
+    def _register(self) -> None:
+        if not self._manager.is_registered(self):
+            self._manager.register(self)
+
     def _compiles_first(self) -> None:
+        self._register()
         on_compile(self._begin, self._end)
         self._begin()
 
