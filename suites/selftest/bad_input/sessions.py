@@ -128,7 +128,8 @@ literals = st.sampled_from(_LITERALS) | st.text(max_size=5).map(repr) | st.float
 ACCEPTED = {
     "ranks": [*(each.name for each in fields(RanksMark)[1:-1]), "as_rank", "made_up_values"],
     "skew": ["seeds", "milliseconds"],
-    "layouts": ["dp", "tp", "at_most", "backend", "fresh", "timeout"],
+    "layouts": ["dp", "tp", "at_most", "backend", "fresh", "timeout", "hosts", "needs", "as_rank"],
+    "own_processes": [],
 }
 """The keywords of each mark that Lockstep registers."""
 _FAULTS = {"rank", "nth", "group", "dtype", "where", "before", "after", "op", "seconds", "value", "error"}

@@ -200,7 +200,7 @@ def test_a_folder_that_cannot_be_written_to_costs_no_report(
     written = files.TimelineFiles(config, str(tmp_path), is_for_all=False)  # type: ignore[arg-type]
     (tmp_path / "test_a.py").touch()  # where a folder has to be
     report = SimpleNamespace(failed=True, sections=[])
-    outcome = SimpleNamespace(has_fault=lambda: True, diagnosis=None, preparation=None)
+    outcome = SimpleNamespace(has_fault=lambda: True, diagnosis=None, preparation=None, parts={})
     item = SimpleNamespace(nodeid="test_a.py::test_b")
     written.pytest_ranks_reported(item, outcome, [report])  # type: ignore[arg-type, list-item]
     ((title, text),) = report.sections
