@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import pickle
 import random
@@ -125,6 +126,8 @@ def _process_of(item: pytest.Item, call: Call, session: RankSession) -> Iterator
     rank = session.rank
     environ, directory = dict(os.environ), os.getcwd()
     argv, path = sys.argv, sys.path
+    factory, root = logging.getLogRecordFactory(), logging.getLogger()
+    handlers, level = [*root.handlers], root.level
     seed = rank.spec.seed + rank.spec.rank  # processes differ, and the run can be repeated
     random.seed(seed)
     numpy.random.seed(seed % 2**32)
@@ -142,6 +145,9 @@ def _process_of(item: pytest.Item, call: Call, session: RankSession) -> Iterator
         ):
             yield
     finally:
+        logging.setLogRecordFactory(factory)  # one that asks for the rank fails once the group has ended
+        root.handlers[:] = handlers
+        root.setLevel(level)
         sys.argv, sys.path = argv, path
         os.chdir(directory)
         _set_environ(environ)

@@ -1,5 +1,6 @@
 """Calls of spawn, as tests of other projects have them."""
 
+import logging
 import os
 import signal
 import subprocess
@@ -71,7 +72,17 @@ def test_exceptions_are_those_of_torch():
     assert (raised.value.exit_code, raised.value.signal_name) == (-9, "SIGKILL")
 
 
+class LeftHandler(logging.Handler):
+    pass
+
+
+def record_of_a_rank(*args, **kwargs):
+    raise ValueError(f"rank {dist.get_rank()} has no group any more")
+
+
 def leave(rank):
+    logging.setLogRecordFactory(record_of_a_rank)
+    logging.getLogger().addHandler(LeftHandler())
     torch.set_default_dtype(torch.float64)
     os.environ["LEFT"] = "1"
     os.chdir("/")
@@ -82,6 +93,8 @@ def leave(rank):
 def look(rank, directory):
     found = torch.get_default_dtype(), "LEFT" in os.environ, os.getcwd()
     assert found == (torch.float32, False, directory)
+    logging.getLogger().warning("a record can be made")
+    assert not any(isinstance(each, LeftHandler) for each in logging.getLogger().handlers)
 
 
 def test_state():
