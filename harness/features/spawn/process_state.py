@@ -24,6 +24,7 @@ READ_LATER = (
     *("PYTHONPATH", "PYTHONBREAKPOINT", "OMP_NUM_THREADS", "TORCH_DISTRIBUTED_DEBUG", "TORCH_NCCL_"),
     *("TORCHELASTIC_", "TORCH_MP_PARALLEL_START", "TORCH_FR_", "TORCH_GLOO_", "PYTORCH_TESTING_"),
     *("PYTORCH_NVML_BASED_CUDA_CHECK", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF", "TORCH_HOME"),
+    "TORCHINDUCTOR_CACHE_DIR",  # torch sets it in its own process as it first compiles
 )
 """Beginnings of those among them that are read when they are used, or that are applied by `child.begin`."""
 _LIMITS = tuple(f"RLIMIT_{name}" for name in ("CORE", "CPU", "FSIZE", "DATA", "STACK", "NOFILE", "AS"))

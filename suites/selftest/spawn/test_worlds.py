@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+from lockstep.features.spawn.process_state import differing_variable
+
 if TYPE_CHECKING:
     from suites.selftest.project import Run
 
@@ -64,3 +66,16 @@ def test_state_is_restored_and_reported(run: Run) -> None:
 )
 def test_the_report_says_what_ran_where(run: Run, line: str) -> None:
     assert line in run.lines
+
+
+@pytest.mark.parametrize(
+    ("name", "found"),
+    [
+        ("PYTHONHASHSEED", "PYTHONHASHSEED"),
+        ("TORCHINDUCTOR_MAX_AUTOTUNE", "TORCHINDUCTOR_MAX_AUTOTUNE"),
+        ("TORCHINDUCTOR_CACHE_DIR", ""),
+        ("MASTER_PORT", ""),
+    ],
+)
+def test_a_variable_that_is_read_early_is_found(name: str, found: str) -> None:
+    assert differing_variable({name: "1"}, {}) == found
