@@ -48,6 +48,12 @@ def test_a_marker_that_is_written_first_is_found(run: Run) -> None:
     assert again.endswith("--sweep-point 'kill rank 1 mkdir 1'")
 
 
+def test_a_rank_that_publishes_without_the_others_is_found(run: Run) -> None:
+    text = run.failure("test_published_alone")
+    assert "points do not hold; the smallest: rank 1 gets an exception before open 1: open of" in text
+    assert "part-1.tmp at saver.py" in text
+
+
 def test_what_was_not_synced_is_lost_with_the_power_alone(run: Run) -> None:
     problems = [line for line in rows(run, "test_unsynced") if line.startswith("rank")]
     assert problems

@@ -15,7 +15,7 @@ def write(path, data):
     aside.rename(path)
 
 
-def save(folder, step, is_marked_first=False):
+def save(folder, step, is_marked_first=False, is_agreed=True):
     here = folder / f"step-{step}"
     here.mkdir(exist_ok=True)
     if is_marked_first and dist.get_rank() == 0:
@@ -26,7 +26,8 @@ def save(folder, step, is_marked_first=False):
     except OSError as raised:
         error = raised
     is_saved = torch.tensor([error is None])
-    dist.all_reduce(is_saved, dist.ReduceOp.MIN)
+    if is_agreed:
+        dist.all_reduce(is_saved, dist.ReduceOp.MIN)
     if not is_saved.item():
         raise RuntimeError(f"step {step} was not saved") from error
     if not is_marked_first and dist.get_rank() == 0:

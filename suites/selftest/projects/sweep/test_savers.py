@@ -51,6 +51,13 @@ def test_marker_first(world, sweep, folder):
     sweep(save, prepare=lambda: saver.save(folder, 1), then=claim_whole(folder), files=folder, kinds=["kill"])
 
 
+def test_published_alone(world, sweep, folder):
+    def save():
+        saver.save(folder, 2, is_agreed=False)
+
+    sweep(save, prepare=lambda: saver.save(folder, 1), then=claim_whole(folder), files=folder, kinds=["fail"])
+
+
 def test_unsynced(world, sweep, folder):
     def save():
         (folder / "part").write_text("all of it") if world.rank == 0 else None
