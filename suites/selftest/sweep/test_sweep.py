@@ -50,8 +50,10 @@ def test_a_marker_that_is_written_first_is_found(run: Run) -> None:
 
 def test_a_rank_that_publishes_without_the_others_is_found(run: Run) -> None:
     text = run.failure("test_published_alone")
-    assert "points do not hold; the smallest: rank 1 gets an exception before open 1: open of" in text
-    assert "part-1.tmp at saver.py" in text
+    # `Path.mkdir(exist_ok=True)` forgives an error once the other rank has made the directory.
+    point = r"(mkdir 1: mkdir of step-2|open 1: open of step-2/part-1.tmp) at saver.py"
+    smallest = f"the smallest: rank 1 gets an exception before {point}"
+    assert re.search(f"[45] of 14 points do not hold; {smallest}", text), text
 
 
 def test_what_was_not_synced_is_lost_with_the_power_alone(run: Run) -> None:
