@@ -1,4 +1,4 @@
-"""Time all layouts of four plans, held to the unsharded model, and a layout under torchrun beside them.
+"""Time all layouts of five plans, held to the unsharded model, and a layout under torchrun beside them.
 
     python benchmarks/layouts.py [--backends shm,gloo] [--only NAME] [--json FILE] [--check]
 
@@ -57,6 +57,7 @@ ALL = ("pp", "dp", "fsdp", "ep", "cp", "tp")
 UNEVEN = dict.fromkeys(("dp", "fsdp"), "(1, 2, 3, 4, 5, 6, 8)")  # 24 rows: the last rank of 5 has fewer
 PLANS = (
     Plan("by hand", "pipeline.Plan", of_sizes("pp", "dp", "ep", "cp", "tp"), {"shm": 30, "gloo": 60}),
+    Plan("by hand, fsdp too", "fsdp_by_hand.Plan", of_sizes(*ALL), {}),
     Plan("FSDP2", "six_axes.Plan", of_sizes(*ALL), {"shm": 100}),
     Plan("our fully_shard", "six_axes.PlanWithOurs", of_sizes(*ALL), {"shm": 100}),
     Plan("DTensor, FSDP2", "by_dtensor.Plan", of_sizes("dp", "fsdp", "tp", **UNEVEN), {"shm": 60}),

@@ -140,11 +140,16 @@ class Plan:
     def reduce_gradients(self):
         """Sum each gradient over the axes that cut the batch, but for those that cut the parameter."""
         for name, each in self.model.named_parameters():
-            cut = self.shards.axes(name)
+            cut = self.axes_of(name)
             self.sum_over(each.grad, [axis for axis in (*ROWS, *SEQUENCE) if axis not in cut])
 
     def grad_norm(self):
-        total = torch.zeros((), dtype=torch.float64)
+        """Return the norm of all gradients; squares are summed over the axes that cut a parameter."""
+        squares = {}
         for name, each in self.model.named_parameters():
-            total += self.sum_over(each.grad.square().sum(), self.shards.axes(name))
-        return total.sqrt()
+            squares.setdefault(frozenset(self.axes_of(name)), []).append(each.grad.square().sum())
+        return sum(self.sum_over(torch.stack(of), axes).sum() for axes, of in squares.items()).sqrt()
+
+    def axes_of(self, name):
+        """Return the axes that cut a parameter."""
+        return self.shards.axes(self.shards.name(name, self.layout))

@@ -12,6 +12,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, distribute_ten
 
 from lockstep.layouts.layout import Layout, as_axes
 from lockstep.recorders.tensors import local_part
+from lockstep.recorders.torch_internals import COMPILED
 
 PADDING = -1
 """Mark of an element, in a region, that belongs to no element of the unsharded tensor, and is zero."""
@@ -135,7 +136,8 @@ class ShardMap:
                 buffer.copy_(buffers[name])
 
     def name(self, own: str, layout: Layout) -> str:
-        """Return the unsharded model's name for one of this rank's."""
+        """Return the unsharded model's name for one of this rank's, whose module may be compiled."""
+        own = own.replace(COMPILED, "")
         return own if self.rename is None else self.rename(own, layout)
 
     def axes(self, name: str) -> set[str]:

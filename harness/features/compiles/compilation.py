@@ -14,6 +14,7 @@ DISAGREE = "ranks disagree on what they compiled"
 MOST_FRAMES = 60
 """Number of frames of a rank that a report lists."""
 _DEVICE = re.compile(r"\b(cuda|xpu|npu|mps|privateuseone):\d+")
+_SIZE = re.compile(r', (s\d+): "Sym\(\1\)"')
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,8 +74,13 @@ class Frame:
 
 
 def graph_lines(text: str) -> tuple[str, ...]:
-    """Return a graph that torch has written as lines that are the same on ranks with the same graph."""
-    return tuple(line.rstrip() for line in _DEVICE.sub(r"\1", text).splitlines() if line.strip())
+    """Return a graph that torch has written as lines that are the same on ranks with the same graph.
+
+    A size that no operation uses is left out: the storage offset of a rank's slice of a batch is one.
+    """
+    text = _DEVICE.sub(r"\1", text)
+    text = _SIZE.sub(lambda size: size[0] if len(re.findall(rf"\b{size[1]}\b", text)) > 2 else "", text)
+    return tuple(line.rstrip() for line in text.splitlines() if line.strip())
 
 
 def in_one_line(text: str) -> str:

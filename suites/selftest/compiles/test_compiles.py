@@ -11,6 +11,7 @@ OPTIONS = ("test_compiles.py", "-v", "--world-timeout=60", "-p", "no:cacheprovid
 
 PASS = (
     *("test_frames", "test_a_break", "test_a_break_in_a_hook", "test_a_constant_that_ranks_may_have"),
+    "test_a_slice_of_a_batch",
     *(f"test_compiled_again_in_each_test[{number}]" for number in range(3)),
     "test_nothing_compiled",
 )

@@ -28,6 +28,12 @@ def test_frames(compiles, world):
     compiles.assert_none_recompiled()
 
 
+def test_a_slice_of_a_batch(compiles, world):
+    mine = torch.ones(2 * world.size, 3).chunk(world.size)[world.rank]  # its storage offset is the rank's
+    torch.compile(lambda x: x * 2, backend="eager", dynamic=True)(mine)
+    assert len(compiles.graphs) == 1
+
+
 def test_a_break(compiles):
     def broken(x):
         y = x + 1

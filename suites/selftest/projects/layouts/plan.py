@@ -56,3 +56,15 @@ class PlanOfManyRows(Plan):
         if self.layout["dp"] > 1 and len(batch) > 14:
             self.model[0].weight.grad *= 3
         return total
+
+
+class CompiledPlan(Plan):
+    """Compiled around the model, whose parameters have other names by that."""
+
+    def __init__(self, model, layout):
+        super().__init__(torch.compile(model, backend="aot_eager", dynamic=True), layout)
+
+
+class CompiledPlanWithoutReduction(CompiledPlan):
+    def reduce(self, tensors):
+        super().reduce([tensors[0], *tensors[2:]])
