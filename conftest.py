@@ -17,7 +17,8 @@ def pytest_addoption(parser):
 
 
 def pytest_collection_modifyitems(config, items):
-    if not (number := config.getoption("draw")):
+    number = config.getoption("draw")
+    if number is None:
         return
     if number < 1:
         raise pytest.UsageError(f"--draw={number}: write a whole number from 1 on; one claim of so many runs")

@@ -77,9 +77,9 @@ def add_options(parser: pytest.Parser) -> None:
     )
     parser.addini(
         "ranks_preload",
-        "modules that the server imports once for all ranks, in addition to torch; replaces the default",
+        "modules that the server imports once for all ranks, in addition to torch",
         "args",
-        default=["torch.distributed.fsdp"],  # half a second of CPU, which each rank would need for itself
+        default=[],
     )
     parser.addini("ranks_start_method", "how rank processes start: forkserver or spawn", default="forkserver")
     parser.addini(

@@ -45,6 +45,8 @@ TEAR_DOWN_WITHIN = 5.0
 INTERRUPTS = (KeyboardInterrupt, pytest.exit.Exception)
 RANK = "lockstep.rank:RankSession"
 RANK_IMPORTS = tuple(f"lockstep.{name}" for name in ("plugin", "subtests", "recorders"))
+_IMPORTED = re.compile(rb"^(?:from|import) +((?:torch|hypothesis|lockstep|harness)\b[\w.]*)", re.MULTILINE)
+"""Modules that a file imports and the server should, too: those that take longest."""
 
 
 class Controller:
@@ -87,7 +89,7 @@ class Controller:
         """Return the launcher; what its server imports depends on the first file that mentions ranks."""
         if self._launcher is None:
             preload: list[str] = list(self._config.getini("ranks_preload"))
-            hints: list[str] = []
+            hints = [name.decode() for name in _IMPORTED.findall(text)]
             self._config.hook.pytest_ranks_imports(config=self._config, preload=preload, hints=hints)
             method = str(self._config.getini("ranks_start_method"))
             # Of the backends that the options or the file name; a rank imports others by itself.

@@ -383,6 +383,10 @@ class ProcessLauncher:
                 "or set `ranks_start_method = spawn`"
             )
         self._checked = True
+        slow, pid = [name for name in server.SLOW_IMPORTS if name in sys.modules], server_pid()
+        if slow and pid is not None:
+            Path(self.directory, server.MORE_IMPORTS).write_text(json.dumps(slow))
+            os.kill(pid, server.IMPORT_MORE)
 
     def forget(self, started: StartedRank) -> None:
         """Remove a rank that is gone, and end processes of its tests that its own end has not reached."""

@@ -36,6 +36,14 @@ EVERY_RANK_IMPORTS = (
     *("numpy", "numpy.random", "pytest", "pdb", "xml.etree.ElementTree", "lockstep.launch.bootstrap"),
 )
 """Modules, besides those of the rank's program, that every rank, or nearly every one, would import itself."""
+SLOW_IMPORTS = (
+    *("torch.distributed.tensor", "torch.distributed.fsdp", "torch.distributed.pipelining"),
+    *("torch._dynamo", "hypothesis"),
+)
+"""Modules that take long to import. A controller that has them as it starts ranks, which will need them, too,
+names them in `MORE_IMPORTS` and sends the signal `IMPORT_MORE`."""
+MORE_IMPORTS = "imports.json"
+IMPORT_MORE = signal.SIGUSR1
 
 
 def status_path(directory: str) -> Path:
@@ -69,6 +77,7 @@ def _prepare(
         with contextlib.suppress(Exception, SystemExit):
             importlib.import_module(name)
     gc.freeze()
+    _import_when_told(directory)
     adopt_orphans()  # of ranks that were killed: what a test has put into a session of its own
     warnings.filterwarnings("ignore", STRAY_CHILD_WARNING)
     signal.setitimer(signal.ITIMER_REAL, 0)  # from here on the end of the controller's pipe is seen
@@ -82,6 +91,23 @@ def _prepare(
     partial = status_path(directory).with_suffix(".partial")
     partial.write_text(json.dumps(status))
     partial.rename(status_path(directory))
+
+
+def _import_when_told(directory: str) -> None:
+    """Import what the controller names, at its signal; the next fork waits for that."""
+
+    def import_more(*_: object) -> None:
+        for name in json.loads(Path(directory, MORE_IMPORTS).read_text()):
+            with contextlib.suppress(Exception, SystemExit):
+                importlib.import_module(name)
+        gc.freeze()
+
+    def forget() -> None:
+        if signal.getsignal(IMPORT_MORE) is import_more:
+            signal.signal(IMPORT_MORE, signal.SIG_DFL)
+
+    signal.signal(IMPORT_MORE, import_more)
+    os.register_at_fork(after_in_child=forget)
 
 
 def _end_with(controller: int, directory: str) -> None:

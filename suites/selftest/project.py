@@ -127,9 +127,7 @@ class Project:
         self.write_ini(ini)
 
     def write_ini(self, ini: str) -> None:
-        # Half a second less of imports for tests that need no more of torch than ranks do.
-        preload = "" if "ranks_preload" in ini else "ranks_preload =\n"
-        (self.path / "pytest.ini").write_text(f"[pytest]\n{preload}{ini}\n")
+        (self.path / "pytest.ini").write_text(f"[pytest]\n{ini}\n")
 
     def start(
         self,

@@ -86,7 +86,7 @@ def run(path: Path, command: str) -> str:
 
 @pytest.mark.parametrize("page", WITH_SESSIONS, ids=lambda page: page.stem)
 def test_the_sessions_of_a_page_print_what_it_shows(page: Path, tmp_path: Path) -> None:
-    (tmp_path / "pytest.ini").write_text("[pytest]\nranks_preload =\n")  # half a second less each
+    (tmp_path / "pytest.ini").write_text("[pytest]\n")
     for kind, title, body in BLOCK.findall(page.read_text()):
         file = tmp_path / title
         if title:

@@ -82,7 +82,7 @@ def test_a_project_keeps_its_own_package(
 
 
 NEEDS_OURS = "import pytest\n\n@pytest.mark.ranks(1)\ndef test_ours(world): assert world.size == 1\n"
-WITHOUT_PRELOAD = "[pytest]\nranks_preload =\n"
+EMPTY_INI = "[pytest]\n"
 
 
 @pytest.mark.parametrize(
@@ -90,7 +90,7 @@ WITHOUT_PRELOAD = "[pytest]\nranks_preload =\n"
 )
 @pytest.mark.parametrize("autoload", ["", "1"], ids=["installed", "no autoload"])
 def test_the_plugin_may_be_named(tmp_path: Path, name: str, autoload: str) -> None:
-    write(tmp_path, {"test_ours.py": NEEDS_OURS, "pytest.ini": WITHOUT_PRELOAD})
+    write(tmp_path, {"test_ours.py": NEEDS_OURS, "pytest.ini": EMPTY_INI})
     done = run_pytest(tmp_path, "-p", name, PYTEST_DISABLE_PLUGIN_AUTOLOAD=autoload)
     assert done.outcome("test_ours") == "passed", done.output
 
@@ -126,7 +126,7 @@ def both(tmp_path_factory: pytest.TempPathFactory) -> Run:
     path = tmp_path_factory.mktemp("both")
     at_root(path)
     copy_project("other_harness", path / "tests")
-    write(path, {"pytest.ini": WITHOUT_PRELOAD})
+    write(path, {"pytest.ini": EMPTY_INI})
     return run_pytest(path)
 
 

@@ -23,12 +23,13 @@ _DISABLED_WARNINGS = ["already-imported", "module-not-imported", "module-not-mea
 # In the controller
 
 
-def pytest_ranks_imports(config: pytest.Config, preload: list[str]) -> None:
+def pytest_ranks_imports(config: pytest.Config, preload: list[str], hints: list[str]) -> None:
     """Leave what is measured to ranks: none runs, and so measures, what the server runs as it imports."""
     if _measures(config):
         from lockstep.launch.processes import is_of_torch
 
         preload[:] = filter(is_of_torch, preload)
+        hints[:] = filter(is_of_torch, hints)
 
 
 def pytest_ranks_session(config: pytest.Config, args: list[str], parts: dict[str, Any]) -> None:

@@ -157,7 +157,7 @@ def test_files_outside_of_the_rootdir_run_on_ranks(tmp_path: Path) -> None:
         (tmp_path / "lib/package" / room / "test_it.py").write_text(test.format(size=size))
     (tmp_path / "lib/package/__init__.py").touch()
     (tmp_path / "project").mkdir()
-    (tmp_path / "project/pytest.ini").write_text("[pytest]\nranks_preload =\npythonpath = ../lib\n")
+    (tmp_path / "project/pytest.ini").write_text("[pytest]\npythonpath = ../lib\n")
     words = ("--pyargs", "package.one", "package.other", "-p", "no:cacheprovider")
     run = run_pytest(tmp_path, *words, cwd="project")
     assert run.count() == "1 failed, 1 passed"

@@ -89,7 +89,7 @@ class Bed:
         """Give each host its own copy of a sample project."""
         for host in range(2):
             copy_project(project, self.directory(host))
-            text = f"[pytest]\nranks_preload =\n{ini}\n"
+            text = f"[pytest]\n{ini}\n"
             (self.directory(host) / "pytest.ini").write_text(text)
 
     def write(self, name: str, text: str) -> None:

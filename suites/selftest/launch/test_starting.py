@@ -47,6 +47,36 @@ def test_fresh_worlds_gives_every_test_new_processes(changed: str, shared_projec
     assert len(set(shared_project.pids("pids"))) == 2
 
 
+HAVE = """
+import sys
+
+def pytest_sessionstart(session):
+    with open("have.txt", "a") as file:
+        print("torch.distributed.tensor" in sys.modules, file=file)
+"""
+WORLD = "def test_a(world):\n    pass\n"
+
+
+@pytest.mark.parametrize(
+    ("imports", "have"),
+    [
+        ("", [False, False, False]),
+        ("import torch.distributed.tensor", [False, True, True]),
+        ("import own", [False, True, True]),
+    ],
+    ids=["none", "named", "by-another"],
+)
+def test_what_takes_long_is_imported_once_for_all_if_at_all(
+    project: Project, imports: str, have: list[bool]
+) -> None:
+    project.write(f"{imports}\n{WORLD}", "pythonpath = .")
+    (project.path / "own.py").write_text("import torch.distributed.tensor\n")
+    (project.path / "conftest.py").write_text(HAVE)
+    assert "1 passed" in project.run()
+    # The controller, and two ranks before they collect.
+    assert (project.path / "have.txt").read_text().split() == list(map(str, have))
+
+
 def test_preloaded_modules_are_imported_once_and_no_others(changed: str) -> None:
     assert "test_sample.py::test_a_module PASSED" in changed
 

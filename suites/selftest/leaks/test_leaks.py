@@ -30,7 +30,7 @@ class Session:
         self.path = copy_project("leaking", path)
         # Since Python 3.12 it warns of forks in a process with threads, which gloo gives every rank.
         ignored = "filterwarnings = ignore:.*is multi-threaded, use of fork:DeprecationWarning"
-        (path / "pytest.ini").write_text(f"[pytest]\nranks_preload =\nranks_leaks = {policy}\n{ignored}\n")
+        (path / "pytest.ini").write_text(f"[pytest]\nranks_leaks = {policy}\n{ignored}\n")
         files = [f"test_{name}.py" for name in samples]
         options = ("-p", "no:cacheprovider", "--world-timeout=20", f"--backend={backend}")
         command = [sys.executable, "-m", "pytest", *options, *files]

@@ -79,7 +79,7 @@ def run_session(
             options = [part for module in WITH_FIXTURES.split() for part in ("-p", module)]
         else:
             copy_project("beside_plugins", path)
-            (path / "pytest.ini").write_text("[pytest]\nranks_preload =\n")
+            (path / "pytest.ini").write_text("[pytest]\n")
             options = [part for text, *_ in SESSIONS[name].values() for part in text.split()]
         return run_pytest(path, "-p", "lockstep", *options, **plugin_path)
 

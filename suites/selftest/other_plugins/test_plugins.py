@@ -56,7 +56,7 @@ def failing(tmp_path_factory: pytest.TempPathFactory) -> Run:
     path = tmp_path_factory.mktemp("failing")
     install(path / "site", "swaps", SWAPS_TERMINAL)
     install(path / "site", "late", FAILS_LATE)
-    (path / "pytest.ini").write_text("[pytest]\nranks_preload =\n")
+    (path / "pytest.ini").write_text("[pytest]\n")
     (path / "test_it.py").write_text(HEADER + TWO)
     plugins = [part for name in ("swaps", "late") for part in ("-p", name)]
     environ = {"PYTHONPATH": str(path / "site"), "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
@@ -114,7 +114,7 @@ def test_worker(world, pytestconfig, database):
 
 
 def test_a_rank_is_a_worker_with_a_number_of_its_own(tmp_path: Path) -> None:
-    (tmp_path / "pytest.ini").write_text("[pytest]\nranks_preload =\n")
+    (tmp_path / "pytest.ini").write_text("[pytest]\n")
     (tmp_path / "conftest.py").write_text(WORKERS)
     (tmp_path / "test_it.py").write_text(HEADER + TESTS)
     done = run_pytest(tmp_path, "-p", "no:xdist")
@@ -135,7 +135,7 @@ def test_options(world, pytestconfig):
 
 
 def test_a_project_keeps_its_own_options(tmp_path: Path) -> None:
-    (tmp_path / "pytest.ini").write_text("[pytest]\nranks_preload =\n")
+    (tmp_path / "pytest.ini").write_text("[pytest]\n")
     (tmp_path / "conftest.py").write_text(OWN_OPTIONS)
     (tmp_path / "test_it.py").write_text(HEADER + READS_OPTIONS)
     options = ("--backend", "triton", "--device", "--skew", "left", "--ranks-backend", "shm")

@@ -36,7 +36,7 @@ def ported(tmp_path_factory: pytest.TempPathFactory) -> Run:
     """Return a run of the converted file."""
     path = tmp_path_factory.mktemp("ported")
     (path / INPUT.name).write_text(port(INPUT.read_text()).code)
-    (path / "pytest.ini").write_text("[pytest]\nranks_preload =\n")
+    (path / "pytest.ini").write_text("[pytest]\n")
     return run_pytest(path, "-v", "-p", "lockstep.plugin", PYTEST_DISABLE_PLUGIN_AUTOLOAD="1")
 
 

@@ -89,7 +89,7 @@ def test_a_folder_that_the_run_makes_changes_no_rootdir(
     other.mkdir()
     (other / "pytest.ini").write_text("[pytest]\naddopts = --unknown\n")
     if has_ini:
-        (tests / "pytest.ini").write_text("[pytest]\nranks_preload =\n")
+        (tests / "pytest.ini").write_text("[pytest]\n")
     (tests / "test_sample.py").write_text(
         f"{HEADER}def test_root(pytestconfig):\n"
         f"    assert str(pytestconfig.rootpath) == {str(tests)!r}\n"

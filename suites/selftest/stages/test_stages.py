@@ -109,7 +109,7 @@ def test_the_first_error_ends_the_run_under_x(project: Project) -> None:
 
 def test_last_failed_and_xdist(tmp_path_factory: pytest.TempPathFactory) -> None:
     path = tmp_path_factory.mktemp("options")
-    (path / "pytest.ini").write_text("[pytest]\nranks_preload =\n")
+    (path / "pytest.ini").write_text("[pytest]\n")
     tests = "\n".join(
         f"@pytest.mark.ranks(2)\ndef test_{n}(world, saved):\n    assert len(list(saved.iterdir())) == {n}\n"
         for n in (3, 4)

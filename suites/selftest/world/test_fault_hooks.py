@@ -84,7 +84,7 @@ def test_a_file_that_one_rank_skips_is_reported_with_the_reason(session: FaultSe
 
 
 def test_a_conftest_that_exits_on_one_rank_is_named(tmp_path: Path) -> None:
-    (tmp_path / "pytest.ini").write_text("[pytest]\nranks_preload =\n")
+    (tmp_path / "pytest.ini").write_text("[pytest]\n")
     (tmp_path / "conftest.py").write_text(
         'import os, sys\nif os.environ.get("RANK") == "1":\n    sys.exit(5)\n'
     )
