@@ -77,7 +77,7 @@ def _prepare(
         with contextlib.suppress(Exception, SystemExit):
             importlib.import_module(name)
     gc.freeze()
-    _import_when_told(directory)
+    _import_more_at_a_signal(directory)
     adopt_orphans()  # of ranks that were killed: what a test has put into a session of its own
     warnings.filterwarnings("ignore", STRAY_CHILD_WARNING)
     signal.setitimer(signal.ITIMER_REAL, 0)  # from here on the end of the controller's pipe is seen
@@ -93,8 +93,8 @@ def _prepare(
     partial.rename(status_path(directory))
 
 
-def _import_when_told(directory: str) -> None:
-    """Import what the controller names, at its signal; the next fork waits for that."""
+def _import_more_at_a_signal(directory: str) -> None:
+    """Import what the controller names in a file, at its signal; the next fork waits for that."""
 
     def import_more(*_: object) -> None:
         for name in json.loads(Path(directory, MORE_IMPORTS).read_text()):
