@@ -24,6 +24,8 @@ from lockstep.recorders.tensors import named_tensors, short
 Loss = Callable[..., torch.Tensor]
 """The loss of a model on a batch; with a parameter `parts` it is given the microbatches of all ranks, too."""
 Tensors = dict[str, torch.Tensor]
+ROUNDING = 1e-14
+"""A part of the norm of all gradients: what is smaller is what their sums round away."""
 
 
 class Batches:
@@ -178,7 +180,7 @@ class Reference:
                     break
                 blocks = self.blocks(step, *((count, 1) if are_rows else (1, count)))
                 for gradient in blocks.gradients.values():
-                    alive |= gradient[:count].flatten(1).abs().amax(1) > 0
+                    alive |= gradient[:count].reshape(count, -1).abs().amax(1) > 0
             if not bool(alive.all()):
                 dead = int((~alive).nonzero()[0])
                 kind = "the rows" if are_rows else "the sequence"
@@ -221,6 +223,12 @@ class Reference:
                 raise ValueError(
                     f"`{name}` of the reference has no gradient, or zeros, in all steps: nothing of it would "
                     "be compared; freeze it, or give batches that reach it"
+                )
+            largest, norm = max((float(step.gradients[name].abs().max()), step.norm) for step in self.steps)
+            if largest < ROUNDING * norm:
+                raise ValueError(
+                    f"the gradient of `{name}` of the reference is rounding, {largest:.1g} beside a norm of "
+                    f"{norm:.3g}: the loss does not depend on it, and no layout rounds alike; leave it out"
                 )
             if torch.equal(self.steps[0].before[name], self.steps[-1].after[name]):
                 raise ValueError(
@@ -298,7 +306,7 @@ def fit(gradients: Mapping[str, torch.Tensor], target: Mapping[str, torch.Tensor
         gradients: of several losses, stacked, by name.
         target: by some of these names.
     """
-    basis = torch.cat([gradients[name].flatten(1) for name in target], 1)
+    basis = torch.cat([each.reshape(len(each), -1) for each in (gradients[name] for name in target)], 1)
     wanted = torch.cat([each.reshape(-1) for each in target.values()])
     # Each tensor counts as much as any other, however small its values are.
     scale = torch.cat([each.abs().amax().clamp(min=1e-300).expand(each.numel()) for each in target.values()])

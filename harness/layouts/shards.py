@@ -169,4 +169,4 @@ def take(whole: torch.Tensor, region: torch.Tensor) -> torch.Tensor:
 
 
 def _numbered(shape: Sequence[int]) -> torch.Tensor:
-    return torch.arange(torch.Size(shape).numel()).view(*shape)
+    return torch.arange(torch.Size(shape).numel()).view(tuple(shape))

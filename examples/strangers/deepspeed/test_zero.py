@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from deepspeed.accelerator import get_accelerator
+from deepspeed.runtime.zero.partition_parameters import Init
 from deepspeed.utils import safe_get_full_grad
 from in_float64 import InFloat64
 from torch import nn
@@ -19,6 +20,8 @@ VOCAB, WIDTH, MICROBATCHES = 32, 16, 3
 get_accelerator().supported_dtypes = lambda: [torch.float64]  # that of CPUs has float32 and less
 # Of parameters, and of accumulated gradients: float32 whatever the model is.
 deepspeed.DeepSpeedEngine.get_data_types = lambda engine: (torch.float64, torch.float64)
+# Stage 3 refuses float64 in an assertion, and has no other use for this dtype.
+Init._set_dtype = lambda init, *_: setattr(init, "dtype", torch.float32)
 # It would compile a collective through shared memory, which is for inference.
 importlib.import_module("deepspeed.comm.torch").build_shm_op = lambda: None
 

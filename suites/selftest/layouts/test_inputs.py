@@ -44,6 +44,22 @@ def with_dead_parameter() -> nn.Module:
     return model
 
 
+class Shifted(Block):
+    """A model with a parameter that the loss does not depend on: all logits grow alike."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.shift = nn.Parameter(torch.zeros((), dtype=torch.float64))
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        return super().forward(tokens) + self.shift
+
+
+def with_shift() -> nn.Module:
+    torch.manual_seed(1)
+    return Shifted()
+
+
 def in_float32() -> nn.Module:
     return build().float()
 
@@ -89,6 +105,10 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "dead parameter": (
         {"build": with_dead_parameter},
         "`unused` of the reference has no gradient, or zeros, in all",
+    ),
+    "rounding": (
+        {"build": with_shift},
+        "the gradient of `shift` of the reference is rounding, .* beside a norm of ",
     ),
     "float32": ({"build": in_float32}, r"`embed.weight` of the reference is float32: build it in float64"),
     "float32 buffer": (

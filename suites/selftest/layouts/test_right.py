@@ -12,6 +12,7 @@ from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Partial
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
 from lockstep import engine
@@ -122,6 +123,39 @@ class Scale(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return x * self.scale
+
+
+class Temperature(nn.Module):
+    """As of a contrastive loss: a number."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.tensor(2.0, dtype=torch.float64))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x * self.scale
+
+
+def build_with_temperature() -> nn.Sequential:
+    return build_mlps().append(Temperature())
+
+
+@pytest.mark.layouts(dp=(1, 2))
+def test_a_parameter_without_dims_holds(layout: Layout) -> None:
+    def parallelize(model: nn.Module, layout: Layout) -> nn.Module:
+        return DistributedDataParallel(model)
+
+    assert_same_as_unsharded(layout, build_with_temperature, parallelize, pairs(), mean_square)
+
+
+@pytest.mark.layouts(dp=(1, 2))
+def test_a_wrong_parameter_without_dims_is_named(layout: Layout) -> None:
+    def parallelize(model: nn.Module, layout: Layout) -> nn.Module:
+        DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, ["3.scale"])
+        return DistributedDataParallel(model)
+
+    with pytest.raises(AssertionError, match=r"gradient of `3\.scale` equals the reference after .* over dp"):
+        assert_same_as_unsharded(layout, build_with_temperature, parallelize, pairs(), mean_square)
 
 
 @pytest.mark.layouts(dp=(1, 2))

@@ -1,0 +1,3 @@
+"""What must be imported before projects are."""
+
+import cpu_torchvision  # noqa: F401
