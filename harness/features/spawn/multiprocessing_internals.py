@@ -54,6 +54,9 @@ class Origin(Protocol):
     def program(self, process: BaseProcess, method: str) -> object:
         """Return an object for the new process that has the method `_bootstrap` of a process."""
 
+    def awaited(self, pid: int, sentinel: int) -> None:
+        """Called before this process waits without a limit for another one."""
+
     def began(self, pid: int) -> None: ...
     def ended(self, pid: int, exitcode: int) -> None: ...
 
@@ -103,6 +106,13 @@ class ForkedPopen(_base):  # type: ignore[misc]
     def _send_signal(self, number: int) -> None:
         self.was_signalled = True
         super()._send_signal(number)
+
+    def wait(self, timeout: float | None = None) -> int | None:
+        __tracebackhide__ = True
+        if timeout is None and self.returncode is None:
+            self._origin.awaited(self.pid, self.sentinel)
+        code: int | None = super().wait(timeout)
+        return code
 
     def poll(self, flag: int = os.WNOHANG) -> int | None:
         self.was_read |= sys._getframe(1).f_code is _EXITCODE
@@ -205,6 +215,12 @@ def exit_code_of(process: BaseProcess) -> int | None:
     popen: Any = process._popen  # type: ignore[attr-defined]
     code: int | None = None if popen is None else popen.poll()
     return code
+
+
+def start_method_of(process: BaseProcess) -> str:
+    """Return the method by which a process of this one was started; "" once it was closed."""
+    popen: Any = process._popen  # type: ignore[attr-defined]
+    return "" if popen is None else str(popen.method)
 
 
 def is_unseen(process: BaseProcess) -> bool:

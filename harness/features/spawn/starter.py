@@ -57,6 +57,7 @@ class Starter:
         server: what they are forked from.
         observe: called with each process that has started.
         rewritten: returns the names of modules of which pytest has rewritten the asserts.
+        awaited: called with pid and sentinel before the process waits without a limit for one of them.
     """
 
     def __init__(
@@ -64,10 +65,12 @@ class Starter:
         server: Server,
         observe: Callable[[Started], None] = lambda started: None,
         rewritten: Callable[[], tuple[str, ...]] = tuple,
+        awaited: Callable[[int, int], None] = lambda pid, sentinel: None,
     ) -> None:
         self.server = server
         self._rewritten = rewritten
         self._observe = observe
+        self.awaited = awaited
         self._lock = threading.Lock()
         self._lifeline: tuple[int, int, int] | None = None
         """The pid of this process, and both ends of a pipe that its end closes."""
