@@ -23,6 +23,7 @@ from lockstep.features.spawn.child import Server
 from lockstep.features.spawn.multiprocessing_internals import (
     processes_not_replaced,
     processes_started_by,
+    server_key,
     start_new_interpreter,
 )
 from lockstep.features.spawn.process_state import differing_variable
@@ -156,7 +157,7 @@ class SpawnAdoption:
             self._server = server_pid()
             self.processes.directory = launcher.directory
             os.makedirs(f"{launcher.directory}/spawned", mode=0o700, exist_ok=True)
-            server = Server(launcher.directory, _environ_of(self._server))
+            server = Server(launcher.directory, _environ_of(self._server), server_key())
             rewritten = partial(rewritten_modules, self._config)
             self._starter = Starter(server, self._observe, rewritten, self.processes.await_process)
         return self._starter
