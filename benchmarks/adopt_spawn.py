@@ -36,8 +36,10 @@ FAULTS = {
     "exits_3": "rank 1 calls `sys.exit(3)`, rank 0 is in a collective",
     "dies": "rank 1 is killed, rank 0 is in a collective",
     "oom": "rank 1 is killed as it allocates memory, rank 0 is in a collective",
+    "memory": "rank 1 has no memory left (`RLIMIT_AS`), rank 0 is in a collective",
     "returns": "rank 1 returns, rank 0 waits in a collective for it",
     "sleeps": "rank 1 sleeps without end, rank 0 is in a collective",
+    "receives": "rank 1 waits in `recv` for rank 0, which is in a collective",
     "leaves": "rank 1 leaves a process of `subprocess`",
     "unseen": "a `Process` fails, and the test only joins it",
     "running": "the test leaves a `Process` running",
@@ -63,10 +65,18 @@ def run(rank, how, directory):
             case "oom":
                 memory = bytearray(1 << 26)  # what the kernel does where memory is out
                 os.kill(os.getpid(), signal.SIGKILL)
+            case "memory":
+                used = int(open("/proc/self/statm").read().split()[0]) * resource.getpagesize()
+                resource.setrlimit(resource.RLIMIT_AS, (used + (1 << 28), resource.RLIM_INFINITY))
+                held = []
+                while True:
+                    held.append(torch.ones(1 << 18))
             case "returns":
                 return
             case "sleeps":
                 time.sleep(10_000)
+            case "receives":
+                dist.recv(torch.ones(1), 0)
             case "leaves":
                 subprocess.Popen(["sleep", "9876"])
     dist.all_reduce(torch.ones(1))

@@ -239,6 +239,8 @@ class RankStatus:
     """torch's locks of C++ builds that it holds or waits for, where the whole status was asked for."""
     record: FlightRecord | None = None
     """The calls of this test, where the whole status was asked for."""
+    blocked: float = 0.0
+    """Seconds for which its main thread is known to have been blocked, without a break."""
 
 
 @dataclass(frozen=True, slots=True)

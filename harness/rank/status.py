@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import faulthandler
 import linecache
+import math
 import os
 import threading
 import time
@@ -67,6 +68,7 @@ class StatusReader:
         self._main_clock = time.pthread_getcpuclockid(self._main)
         self._looked = (0.0, 0.0)
         self._progress: object = None
+        self._blocked_since = math.inf
         self._keeps_stacks = False
         self._hidden: tuple[str, ...] = ()
         self._calls: dict[str, str] = {}
@@ -88,6 +90,8 @@ class StatusReader:
         """Return the status, or only that the main thread has run since the last time if that is so."""
         try:
             before, self._progress = self._progress, self._waits_in_meeting() or progress()
+            if before != self._progress:
+                self._blocked_since = time.monotonic()
             if not probe.full and self.activity.state != "runs":
                 return self.collectives()
             if probe.full or (before == self._progress and not self._others_run_users_code()):
@@ -152,6 +156,7 @@ class StatusReader:
             stacks="\n".join(texts),
             where=where.removeprefix(f"{self._base}/"),
             call=status.call or call,
+            blocked=max(0.0, time.monotonic() - self._blocked_since),
             state="reports" if is_reporting else status.state,
             build_locks=locks,
             record=self.record() if full else None,

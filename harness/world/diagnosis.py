@@ -27,6 +27,8 @@ _MOST_RUNS = 6
 _MOST_PARTS = 4
 """Number of ranks that a sentence lists one by one, of hundreds perhaps."""
 
+_SENT_WITHIN = 4.0
+"""Seconds: a receive that has been blocked for longer waits for no message that is on its way."""
 _PATIENT = 600.0
 """Seconds: the shortest of torch's own timeouts. A test that sets a shorter one may be waiting for it."""
 
@@ -157,11 +159,19 @@ class _Ranks:
             return self._lonely_exchange() or self._unknown_root() or self._late_for_a_vote()
         missing = {rank: self._missing(issued) for rank, issued in waiting.items()}
         culprits = {rank for ranks in missing.values() for rank in ranks if rank not in waiting}
-        stuck = {*waiting, *stopped, *self._in_state("votes"), *self._in_state("idle")}
+        stuck = {*waiting, *stopped, *self._in_state("votes"), *self._in_state("idle"), *self._in_exchanges()}
         sentence = self._describe_waiting(waiting, missing) if waiting else f"{named(stopped)} is stopped"
         ends_by_itself = any(issued.timeout < patience for issued in waiting.values())
         is_hopeless = len(stuck) == self._size and not ends_by_itself
         return Diagnosis(sentence, frozenset(culprits or stopped), is_hopeless)
+
+    def _in_exchanges(self) -> list[int]:
+        """Return the ranks that have waited to receive or to send for longer than a message takes.
+
+        What they wait for may have been begun by a rank that waits in a collective now.
+        """
+        ranks = self._statuses.items()
+        return [rank for rank, each in ranks if each.call in _EXCHANGES and each.blocked > _SENT_WITHIN]
 
     def _lonely_exchange(self) -> Diagnosis | None:
         """Find ranks that wait to receive or to send when all others have ended the test."""

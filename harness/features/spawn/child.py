@@ -17,7 +17,7 @@ import signal
 import sys
 import threading
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from multiprocessing.process import BaseProcess
 from typing import Any
 
@@ -46,6 +46,8 @@ class Server:
     """Directory of the controller, in which its processes have a file each."""
     environ: dict[str, str]
     """Variables of the environment that the server was started with."""
+    key: bytes | None = field(repr=False)
+    """The key of its socket; None before Python 3.14."""
 
 
 @dataclass(frozen=True, slots=True)

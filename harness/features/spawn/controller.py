@@ -23,6 +23,7 @@ from lockstep.features.spawn.child import Server
 from lockstep.features.spawn.multiprocessing_internals import (
     processes_not_replaced,
     processes_started_by,
+    server_key,
     start_new_interpreter,
 )
 from lockstep.features.spawn.process_state import differing_variable
@@ -30,7 +31,7 @@ from lockstep.features.spawn.processes import TestProcesses
 from lockstep.features.spawn.pytest_internals import rewritten_modules
 from lockstep.features.spawn.report import complete_report
 from lockstep.features.spawn.starter import Started, Starter
-from lockstep.features.spawn.torch_internals import start_processes_replaced
+from lockstep.features.spawn.torch_internals import joins_preceded, start_processes_replaced
 from lockstep.features.spawn.worlds import Spawn, SpawnOnWorlds
 from lockstep.launch.multiprocessing_internals import server_pid
 from lockstep.launch.processes import ProcessLauncher
@@ -48,10 +49,10 @@ class SpawnAdoption:
     Args:
         ready_launcher: returns the launcher when its server is ready, None where ranks start elsewhere.
         worlds: runs calls of `spawn` on warm worlds.
+        processes: those that items have started.
 
     Attributes:
         is_mentioned: Whether a collected file may start processes.
-        processes: those that items have started.
     """
 
     def __init__(
@@ -59,12 +60,13 @@ class SpawnAdoption:
         config: pytest.Config,
         ready_launcher: Callable[[], ProcessLauncher | None],
         worlds: SpawnOnWorlds,
+        processes: TestProcesses,
     ) -> None:
         self.is_mentioned = False
         self._config = config
         self._ready_launcher = ready_launcher
         self._worlds = worlds
-        self.processes = TestProcesses(config)
+        self.processes = processes
         self._lock = threading.Lock()
         self._starter: Starter | None = None
         self._server: int | None = None
@@ -89,8 +91,12 @@ class SpawnAdoption:
 
             return start_processes
 
-        self.processes.begin()
-        with processes_started_by(self._start), start_processes_replaced(replace):
+        self.processes.begin(item)
+        with (
+            processes_started_by(self._start),
+            start_processes_replaced(replace),
+            joins_preceded(self.processes.await_context),
+        ):
             return (yield)
 
     @pytest.hookimpl(wrapper=True)
@@ -151,8 +157,9 @@ class SpawnAdoption:
             self._server = server_pid()
             self.processes.directory = launcher.directory
             os.makedirs(f"{launcher.directory}/spawned", mode=0o700, exist_ok=True)
-            server = Server(launcher.directory, _environ_of(self._server))
-            self._starter = Starter(server, self._observe, partial(rewritten_modules, self._config))
+            server = Server(launcher.directory, _environ_of(self._server), server_key())
+            rewritten = partial(rewritten_modules, self._config)
+            self._starter = Starter(server, self._observe, rewritten, self.processes.await_process)
         return self._starter
 
     def _observe(self, started: Started) -> None:

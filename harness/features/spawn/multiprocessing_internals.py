@@ -1,4 +1,4 @@
-"""Private names of multiprocessing by which the server forks a process of a test. Seen in Python 3.11.
+"""Private names of multiprocessing by which the server forks a process of a test. Seen in Python 3.11, 3.14.
 
 Used in the controller and in the processes of tests; standard library only. If one moves: `Popen` of
 `popen_forkserver.py` is what starts a process, `_serve_one` of `forkserver.py` what the server's fork does.
@@ -15,6 +15,7 @@ import sys
 import types
 from collections.abc import Callable, Iterator
 from multiprocessing import (
+    connection,
     context,
     forkserver,
     popen_forkserver,
@@ -45,6 +46,10 @@ _EXITCODE = BaseProcess.exitcode.fget.__code__  # type: ignore[attr-defined]
 class Origin(Protocol):
     """The process that starts another one, as far as that takes part."""
 
+    @property
+    def key(self) -> bytes | None:
+        """Key of the server's socket; None where it wants none."""
+
     def descriptors(self) -> list[int]:
         """Return descriptors of this process that the new one gets first of all."""
 
@@ -53,6 +58,9 @@ class Origin(Protocol):
 
     def program(self, process: BaseProcess, method: str) -> object:
         """Return an object for the new process that has the method `_bootstrap` of a process."""
+
+    def awaited(self, pid: int, sentinel: int) -> None:
+        """Called before this process waits without a limit for another one."""
 
     def began(self, pid: int) -> None: ...
     def ended(self, pid: int, exitcode: int) -> None: ...
@@ -93,7 +101,7 @@ class ForkedPopen(_base):  # type: ignore[misc]
             context.set_spawning_popen(None)
         if len(self._fds) > MAX_DESCRIPTORS:
             raise TooManyDescriptors(f"its arguments have {len(self._fds)} file descriptors")
-        self.sentinel, data_end = _request_fork(self._fds)
+        self.sentinel, data_end = _request_fork(self._fds, self._origin.key)
         alive_end = os.dup(data_end)  # by which the new process sees that this one has ended
         self.finalizer = util.Finalize(self, _util.close_fds, (alive_end, self.sentinel))
         with contextlib.suppress(BrokenPipeError), open(data_end, "wb") as pipe:  # it has ended already
@@ -103,6 +111,13 @@ class ForkedPopen(_base):  # type: ignore[misc]
     def _send_signal(self, number: int) -> None:
         self.was_signalled = True
         super()._send_signal(number)
+
+    def wait(self, timeout: float | None = None) -> int | None:
+        __tracebackhide__ = True
+        if timeout is None and self.returncode is None:
+            self._origin.awaited(self.pid, self.sentinel)
+        code: int | None = super().wait(timeout)
+        return code
 
     def poll(self, flag: int = os.WNOHANG) -> int | None:
         self.was_read |= sys._getframe(1).f_code is _EXITCODE
@@ -133,10 +148,23 @@ def _preparation_data(name: str) -> dict[str, Any]:
     return data
 
 
-def _request_fork(descriptors: list[int]) -> tuple[int, int]:
+def server_key() -> bytes | None:
+    """Return, in the process that has started the server, the key that it wants to be shown.
+
+    None before Python 3.14. Forks of the server do not know it.
+    """
+    key: bytes | None = getattr(_server, "_forkserver_authkey", None)
+    return key
+
+
+def _request_fork(descriptors: list[int], key: bytes | None) -> tuple[int, int]:
     """Have the server fork; return the pipe in which it answers, and the one that the new process reads."""
     with socket.socket(socket.AF_UNIX) as client, contextlib.ExitStack() as ours:
         client.connect(_server._forkserver_address)
+        if key is not None:
+            with connection.Connection(os.dup(client.fileno())) as authenticated:
+                connection.answer_challenge(authenticated, key)
+                connection.deliver_challenge(authenticated, key)
         answer, status = os.pipe()
         source, sink = os.pipe()
         for each in (status, source):
@@ -205,6 +233,12 @@ def exit_code_of(process: BaseProcess) -> int | None:
     popen: Any = process._popen  # type: ignore[attr-defined]
     code: int | None = None if popen is None else popen.poll()
     return code
+
+
+def start_method_of(process: BaseProcess) -> str:
+    """Return the method by which a process of this one was started; "" once it was closed."""
+    popen: Any = process._popen  # type: ignore[attr-defined]
+    return "" if popen is None else str(popen.method)
 
 
 def is_unseen(process: BaseProcess) -> bool:

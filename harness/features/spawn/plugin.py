@@ -49,14 +49,17 @@ def pytest_configure(config: pytest.Config) -> None:
         config.pluginmanager.register(SpawnOnRank(session), "harness-spawn")
         return
     from lockstep.features.spawn.controller import SpawnAdoption
+    from lockstep.features.spawn.processes import TestProcesses
     from lockstep.features.spawn.worlds import SpawnOnWorlds
 
     controller: Any = config.pluginmanager.get_plugin(CONTROLLER_PLUGIN)
-    worlds = SpawnOnWorlds(config, controller.prepare)
-    adoption = config.stash[_adoption] = SpawnAdoption(config, controller.ready_launcher, worlds)
+    processes = TestProcesses(config)
+    worlds = SpawnOnWorlds(config, controller.prepare, processes.pids)
+    adoption = SpawnAdoption(config, controller.ready_launcher, worlds, processes)
+    config.stash[_adoption] = adoption
     config.pluginmanager.register(worlds, "harness-spawn-worlds")
     config.pluginmanager.register(adoption, "harness-spawn")
-    config.pluginmanager.register(adoption.processes, "harness-spawn-processes")
+    config.pluginmanager.register(processes, "harness-spawn-processes")
 
 
 # In the controller

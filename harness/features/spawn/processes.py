@@ -5,8 +5,10 @@ from __future__ import annotations
 import contextlib
 import os
 import pickle
+import threading
 import time
 from collections.abc import Iterator, Sequence
+from multiprocessing import connection
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
@@ -16,8 +18,11 @@ import pytest
 from lockstep.controller.pytest_internals import make_report
 from lockstep.controller.rerun import rerun_line
 from lockstep.exceptions import RankLeakWarning
+from lockstep.features.spawn.deadline import LOOK_EVERY, Deadline, Limits
 from lockstep.features.spawn.failure import failure_path, stacks_path
-from lockstep.features.spawn.multiprocessing_internals import exit_code_of, is_unseen
+from lockstep.features.spawn.hang import collective_in, diagnose, failed_by_hang
+from lockstep.features.spawn.messages import FEATURE
+from lockstep.features.spawn.multiprocessing_internals import exit_code_of, is_unseen, start_method_of
 from lockstep.features.spawn.starter import Started
 from lockstep.launch.multiprocessing_internals import server_pid
 from lockstep.process_tree import children_of, end, is_running
@@ -28,7 +33,8 @@ from lockstep.world.outcome import Died, ItemOutcome, RankOutcome, Stuck
 
 PATIENCE = 0.5
 """Seconds between SIGTERM and SIGKILL for what a test has left."""
-
+STACKS_WITHIN = 5.0
+"""The same for what hangs: it writes its stacks in between, on a busy machine too."""
 
 MAX_COMMAND = 60
 """Characters of a command that are shown."""
@@ -51,10 +57,15 @@ class TestProcesses:
         self._wide = 0
         """Number of fixtures of a wider scope than a function whose set-up is under way."""
         self._began = 0.0
+        self._item: pytest.Item | None = None
+        self._controller = os.getpid()
+        self._hung: set[int] = set()
+        """Pids of processes that were ended as their time was over."""
 
-    def begin(self) -> None:
+    def begin(self, item: pytest.Item) -> None:
         """Forget the processes of the item before."""
-        self._of_item, self._began = [], time.monotonic()
+        self._item, self._of_item, self._began = item, [], time.monotonic()
+        self._hung.clear()
         self._of_fixtures = [each for each in self._of_fixtures if _is_alive(each)]
 
     def add(self, started: Started) -> None:
@@ -70,6 +81,77 @@ class TestProcesses:
         finally:
             self._wide -= wide
 
+    def pids(self) -> set[int]:
+        """Return the processes that items and fixtures have started, and those that these have started."""
+        started = {each.process.pid or 0 for each in (*self._of_fixtures, *self._of_item) if _is_alive(each)}
+        if not self.directory:
+            return started
+        return started | {int(path.stem) for path in Path(self.directory, "spawned").glob("*.stacks")}
+
+    # A hang
+
+    def await_context(self, context: Any) -> None:
+        """Wait until a process of a `ProcessContext` has ended, or its time is over: then end them all.
+
+        Raises:
+            pytest.fail.Exception: time was over; it has the report of all processes.
+        """
+        __tracebackhide__ = True
+        processes: list[BaseProcess] = context.processes
+        if any(start_method_of(each) == "fork" for each in processes):
+            return
+        if seconds := self._wait([*context.sentinels]):
+            self._end_hung(processes)
+            raise self._failure_of(processes, seconds)
+
+    def await_process(self, pid: int, sentinel: int) -> None:
+        """Wait until a process has ended, or its time is over: then end all that run the same function.
+
+        Raises:
+            pytest.fail.Exception: time was over.
+        """
+        __tracebackhide__ = True
+        if not (seconds := self._wait([sentinel])):
+            return
+        everything = (*self._of_fixtures, *self._of_item)
+        target = next((each.target for each in everything if each.process.pid == pid), "")
+        alike = [each for each in everything if each.target == target and _is_alive(each)]
+        self._end_hung([each.process for each in alike])
+        said = [f"{_named(each)} has not ended within {seconds:.0f} s" for each in alike]
+        text = [self._stacks_of(each.process.pid or 0) for each in alike]
+        pytest.fail("\n".join(f"{what}\n{shorten(stacks)}" for what, stacks in zip(said, text, strict=True)))
+
+    def _wait(self, sentinels: list[int]) -> float:
+        """Return 0 once a process has ended; the seconds that it has had, where its time is over before."""
+        is_here = os.getpid() == self._controller and threading.current_thread() is threading.main_thread()
+        if self._item is None or not is_here:
+            return 0
+        deadline = Deadline(Limits.read(self._config), self.pids)
+        while not connection.wait(sentinels, LOOK_EVERY):
+            if time.monotonic() >= deadline.moment():
+                return deadline.seconds()
+        return 0
+
+    def _end_hung(self, processes: Sequence[BaseProcess]) -> None:
+        self._hung |= {each.pid or 0 for each in processes if each.is_alive()}
+        end(lambda: {pid for pid in self._hung if is_running(pid)}, STACKS_WITHIN)
+
+    def _failure_of(self, processes: Sequence[BaseProcess], seconds: float) -> BaseException:
+        """Return what fails the test, and is not caught by it: a call of `spawn` would not have returned."""
+        item = self._item
+        assert item is not None, "no item runs"
+        ranks = tuple(self._outcome(item, rank, each, -1) for rank, each in enumerate(processes))
+        statuses = {each.rank: each.fate.status for each in ranks if isinstance(each.fate, Stuck)}
+        outcome = ItemOutcome(
+            ranks,
+            timeout=round(seconds),
+            timed_out=True,
+            seconds=seconds,
+            diagnosis=diagnose(statuses),
+            parts={FEATURE: {}},
+        )
+        return failed_by_hang(self._merge(item, outcome))
+
     # A failure
 
     def report_of(self, item: pytest.Item, pid: int) -> pytest.TestReport | None:
@@ -79,7 +161,9 @@ class TestProcesses:
             return None
         ranks = tuple(self._outcome(item, rank, each, pid) for rank, each in enumerate(group))
         seconds = time.monotonic() - self._began
-        outcome = ItemOutcome(ranks, timeout=seconds, timed_out=False, seconds=seconds)
+        return self._merge(item, ItemOutcome(ranks, timeout=seconds, timed_out=False, seconds=seconds))
+
+    def _merge(self, item: pytest.Item, outcome: ItemOutcome) -> pytest.TestReport | None:
         reports = merge(outcome, item, lambda: rerun_line(item), self._config.getoption("world_seed"))
         return next((report for report in reports if report.failed), None)
 
@@ -100,19 +184,29 @@ class TestProcesses:
         record = failure_path(self.directory, pid)
         phases = ["setup"] if record.exists() else ["setup", "call", "teardown"]
         reports = [self._passed(item, phase) for phase in phases]
+        if pid in self._hung:
+            return RankOutcome(rank, reports[:1], fate=Stuck(self._status_of(pid), now, phases_over=1))
         if record.exists():
             data: dict[str, Any] = pickle.loads(record.read_bytes())
             named = {"nodeid": item.nodeid, "location": item.location}
             return RankOutcome(rank, [*reports, {**data, **named}], fate=Finished(True, 0, 0))
         if code == 0:
             return RankOutcome(rank, reports, fate=Finished(True, 0, 0))
-        with contextlib.suppress(OSError):
-            if pid != failed and (text := stacks_path(self.directory, pid).read_text()):
-                where = user_line(text, str(self._config.invocation_params.dir))
-                ends = " in _wrap" in text and "the report of its own failure"
-                status = RankStatus(shorten(text), where or ends or "code that is not the test's")
-                return RankOutcome(rank, reports[:1], fate=Stuck(status, now, phases_over=1))
+        if pid != failed and self._stacks_of(pid):
+            return RankOutcome(rank, reports[:1], fate=Stuck(self._status_of(pid), now, phases_over=1))
         return RankOutcome(rank, reports[:1], fate=Died(code, "", now, phases_over=1))
+
+    def _stacks_of(self, pid: int) -> str:
+        """Return the stacks that a process has written as it was terminated; "" if there are none."""
+        with contextlib.suppress(OSError):
+            return stacks_path(self.directory, pid).read_text()
+        return ""
+
+    def _status_of(self, pid: int) -> RankStatus:
+        text = self._stacks_of(pid)
+        where = user_line(text, str(self._config.invocation_params.dir))
+        ends = " in _wrap" in text and "the report of its own failure"
+        return RankStatus(shorten(text), where or ends or "code that is not the test's", collective_in(text))
 
     def _passed(self, item: pytest.Item, phase: str) -> dict[str, Any]:
         report = make_report(item, phase, "passed")
@@ -139,7 +233,9 @@ class TestProcesses:
             return
         said = [_of_running(each) for each in self._of_item if _is_alive(each)]
         said += [
-            _of_failed(each) for each in self._of_item if not _is_alive(each) and _has_failed_unseen(each)
+            _of_failed(each)
+            for each in self._of_item
+            if each.process.pid not in self._hung and not _is_alive(each) and _has_failed_unseen(each)
         ]
         alive = {each.process.pid or 0 for each in self._of_item if _is_alive(each)}
         others = self._strays() - alive

@@ -6,8 +6,9 @@ from collections.abc import Iterator
 
 import pytest
 
+from lockstep.features.spawn.hang import REPORT
 from lockstep.features.spawn.processes import TestProcesses
-from lockstep.features.spawn.worlds import PRINTED, REPORT
+from lockstep.features.spawn.worlds import PRINTED
 from lockstep.reporting.pytest_internals import ExceptionChainRepr
 
 

@@ -7,10 +7,10 @@ from __future__ import annotations
 
 import contextlib
 import os
-import sys
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
+from multiprocessing import AuthenticationError
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
@@ -25,8 +25,8 @@ from lockstep.features.spawn.multiprocessing_internals import (
 from lockstep.features.spawn.process_state import ProcessState, differing_variable
 from lockstep.features.spawn.torch_internals import function_of, index_of
 
-_KNOWN_PYTHON = sys.version_info < (3, 14)
-"""From 3.14 on `multiprocessing`'s server asks for a key."""
+_REFUSED = (ConnectionError, EOFError, FileNotFoundError, AuthenticationError)
+"""Ways in which the server does not answer: it has ended, or been replaced."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,6 +57,7 @@ class Starter:
         server: what they are forked from.
         observe: called with each process that has started.
         rewritten: returns the names of modules of which pytest has rewritten the asserts.
+        awaited: called with pid and sentinel before the process waits without a limit for one of them.
     """
 
     def __init__(
@@ -64,10 +65,12 @@ class Starter:
         server: Server,
         observe: Callable[[Started], None] = lambda started: None,
         rewritten: Callable[[], tuple[str, ...]] = tuple,
+        awaited: Callable[[int, int], None] = lambda pid, sentinel: None,
     ) -> None:
         self.server = server
         self._rewritten = rewritten
         self._observe = observe
+        self.awaited = awaited
         self._lock = threading.Lock()
         self._lifeline: tuple[int, int, int] | None = None
         """The pid of this process, and both ends of a pipe that its end closes."""
@@ -78,7 +81,7 @@ class Starter:
         if not why_not:
             try:
                 popen = ForkedPopen(process, method, self)
-            except (TooManyDescriptors, ConnectionError, EOFError, FileNotFoundError) as error:
+            except (*_REFUSED, TooManyDescriptors) as error:
                 why_not = str(error) or "the server has ended"
             else:
                 self._observe(Started.of(process))
@@ -88,10 +91,13 @@ class Starter:
         return popen
 
     def _why_not(self) -> str:
-        if not _KNOWN_PYTHON:
-            return "the server of this version of Python takes no requests of others"
         name = differing_variable(os.environ, self.server.environ)
         return f"{name} was changed, which a new interpreter reads as it starts" if name else ""
+
+    @property
+    def key(self) -> bytes | None:
+        """The key of the server."""
+        return self.server.key
 
     # What a new process gets
 

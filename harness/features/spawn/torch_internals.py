@@ -6,6 +6,7 @@ Where torch is loaded, its modules are looked up: the module `spawn` is hidden b
 from __future__ import annotations
 
 import contextlib
+import functools
 import signal
 import sys
 from collections.abc import Callable, Iterator
@@ -52,6 +53,29 @@ def start_processes_replaced(wrap: Callable[[Callable[..., Any]], Callable[..., 
     with contextlib.ExitStack() as replaced:
         for module in loaded:
             replaced.enter_context(mock.patch.object(module, "start_processes", wrap(module.start_processes)))
+        yield
+
+
+@contextlib.contextmanager
+def joins_preceded(before: Callable[[Any], None]) -> Iterator[None]:
+    """Call a function with each `ProcessContext` before that waits, without a limit, for its processes.
+
+    `start_processes` itself waits so.
+    """
+    module: Any = sys.modules.get("torch.multiprocessing.spawn")
+    if module is None:
+        yield
+        return
+    original = module.ProcessContext.join
+
+    @functools.wraps(original)
+    def join(context: Any, timeout: float | None = None, *args: Any, **kwargs: Any) -> Any:
+        __tracebackhide__ = True
+        if timeout is None and context.sentinels:
+            before(context)
+        return original(context, timeout, *args, **kwargs)
+
+    with mock.patch.object(module.ProcessContext, "join", join):
         yield
 
 

@@ -19,25 +19,22 @@ from lockstep.bounds import MOST_PROCESSES
 from lockstep.controller.requests import Request
 from lockstep.exceptions import WorldError
 from lockstep.features.spawn.child import Server
+from lockstep.features.spawn.deadline import Deadline, Limits
+from lockstep.features.spawn.hang import REPORT, failed_by_hang
 from lockstep.features.spawn.messages import EXIT_CODE, FEATURE, TRACEBACK, Call
 from lockstep.features.spawn.pickling import NotAlone, pickle_alone
 from lockstep.features.spawn.torch_internals import exited_exception, raised_exception
-from lockstep.options import DEFAULTS
 from lockstep.protocol import REPORT_PARTS
 from lockstep.specification import WorldKey
 from lockstep.world.outcome import Died, ItemOutcome, RankOutcome, Stuck
 
 if TYPE_CHECKING:
     from lockstep.protocol import Part
+    from lockstep.reporting.rank_reports import Context
     from lockstep.world.item_run import ItemRun
 
-SPAWN_WITHIN = 300.0
-"""Seconds for a spawned function without `--world-timeout`: `spawn` knows no deadline, and most hangs are
-found within seconds."""
 MARK = "own_processes"
 """Mark of tests whose calls of `spawn` start processes."""
-REPORT = "ranks_report"
-"""Attribute of an exception of `spawn`: the report of the ranks that it comes from."""
 PRINTED = pytest.StashKey[list[tuple[str, str]]]()
 """Sections of what the ranks of an item have printed, which no report has yet."""
 _READS_OUTPUT = ("capfd", "capfdbinary", "capsys", "capsysbinary", "capteesys")
@@ -60,11 +57,15 @@ class SpawnOnWorlds:
 
     Args:
         run: runs an order in an item's place (`Controller.prepare`).
+        other_pids: returns processes that tests have started: spawned functions may wait for them.
     """
 
-    def __init__(self, config: pytest.Config, run: Callable[..., Any]) -> None:
+    def __init__(
+        self, config: pytest.Config, run: Callable[..., Any], other_pids: Callable[[], set[int]]
+    ) -> None:
         self._config = config
         self._run = run
+        self._other_pids = other_pids
         self._outcome: ItemOutcome | None = None
         self._is_running = False
         self._broken: dict[str, str] = {}
@@ -96,9 +97,7 @@ class SpawnOnWorlds:
             return str(reason), None
         name = getattr(spawn.function, "__name__", "function")
         call = Call(name, data, dict(os.environ), [*sys.argv], [*sys.path], os.getcwd(), server)
-        timeout: float = self._config.getoption("world_timeout")
-        if timeout == DEFAULTS["world_timeout"]:  # no one has chosen a deadline
-            timeout = SPAWN_WITHIN
+        timeout = Limits.read(self._config).idle
         request = Request(WorldKey(spawn.nprocs, "gloo", "cpu", has_group=False), False, timeout)
         self._is_running, self._outcome = True, None
         try:
@@ -127,12 +126,36 @@ class SpawnOnWorlds:
         bad = next((report for report in reports if report.failed), None)
         if bad is None:
             return None
+        if outcome.timed_out and any(isinstance(rank.fate, Stuck) for rank in outcome.ranks):
+            return failed_by_hang(bad)
         if any(_failure_of(rank) is not None for rank in outcome.ranks):
             return _exception_of(outcome, bad)
         if self._config.getini("ranks_leaks") == "error":
             return pytest.fail.Exception(bad.longreprtext, pytrace=False)
         item.warn(pytest.PytestWarning(f"the spawned function {bad.longreprtext.strip()}"))
         return None
+
+    def pytest_ranks_run_begins(self, run: ItemRun) -> None:
+        if FEATURE in run.order.parts:
+            self._deadline = Deadline(
+                Limits.read(self._config),
+                lambda: {*run.parts.get(FEATURE, {}).values()} | self._other_pids(),
+            )
+
+    def pytest_ranks_probe(self, run: ItemRun) -> None:
+        """Move the deadline while ranks compute."""
+        clock = run.clock
+        if FEATURE in run.order.parts and not clock.importing:
+            clock.deadline = self._deadline.moment()
+            clock.timeout = round(self._deadline.seconds())
+
+    def pytest_ranks_remarks(self, context: Context) -> Sequence[str]:
+        """Say which deadline a call has run into that no one has set."""
+        outcome, limits = context.outcome, Limits.read(self._config)
+        if not (outcome.timed_out and FEATURE in outcome.parts) or limits.idle == limits.total:
+            return ()
+        within = f"{limits.idle:g} s while none of its processes computes, and {limits.total:g} s in all"
+        return [f"a call of spawn has {within}; --world-timeout sets another limit"]
 
     def pytest_ranks_message(self, run: ItemRun, rank: int, part: Part) -> None:
         """Note the process of a rank that has come to the function."""
@@ -163,6 +186,8 @@ def _exception_of(outcome: ItemOutcome, report: pytest.TestReport) -> Exception:
     named = dict(report.user_properties).get("rank", "")
     to_blame = [int(number) for number in str(named).split(", ") if number]
     failed = [rank.rank for rank in outcome.ranks if _failure_of(rank) is not None]
+    if outcome.diagnosis is not None:
+        to_blame = [*sorted(outcome.diagnosis.blame), *to_blame]
     index = next((each for each in to_blame if each in failed), failed[0])
     failure, pid = _failure_of(outcome.ranks[index]) or {}, outcome.parts[FEATURE].get(index, -1)
     if failure.get(EXIT_CODE) is not None:

@@ -2,7 +2,15 @@
 
 from __future__ import annotations
 
+import os
+import socket
+import threading
+from multiprocessing import AuthenticationError, connection, reduction
 from typing import TYPE_CHECKING
+
+import pytest
+
+from lockstep.features.spawn import multiprocessing_internals
 
 if TYPE_CHECKING:
     from suites.selftest.project import Run
@@ -30,3 +38,37 @@ def test_a_failure_names_the_rank_with_rewritten_asserts(run: Run) -> None:
 def test_new_interpreters_are_counted_with_the_reason(run: Run) -> None:
     why = "PYTHONHASHSEED was changed, which a new interpreter reads as it starts"
     assert f"2 processes in new interpreters: {why}" in run.lines
+
+
+@pytest.mark.parametrize("shown", [b"right", b"wrong"])
+def test_the_server_is_shown_its_key(shown: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The server of Python 3.14 asks for it before it takes a request."""
+    received: list[int] = []
+
+    def serve() -> None:
+        client, _ = listener.accept()
+        with client, connection.Connection(os.dup(client.fileno())) as authenticated:
+            try:
+                connection.deliver_challenge(authenticated, b"right")
+                connection.answer_challenge(authenticated, b"right")
+                received.extend(reduction.recvfds(client, 8))
+            except (AuthenticationError, EOFError):
+                return
+
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(f"\0lockstep-{os.getpid()}")
+        listener.listen()
+        server = multiprocessing_internals._server
+        monkeypatch.setattr(server, "_forkserver_address", listener.getsockname())
+        serving = threading.Thread(target=serve)
+        serving.start()
+        if shown == b"right":
+            for descriptor in multiprocessing_internals._request_fork([], shown):
+                os.close(descriptor)
+        else:
+            with pytest.raises(AuthenticationError):
+                multiprocessing_internals._request_fork([], shown)
+        serving.join()
+    for descriptor in received:
+        os.close(descriptor)
+    assert len(received) == (4 if shown == b"right" else 0)

@@ -114,6 +114,7 @@ def test_a_mismatch_of_the_past_is_reported_on_request_only() -> None:
         (doing(state="stopped"), "did not reach: it is stopped", True),
         (doing(state="silent", where="a.py:1"), "did not reach: it is not responding, at a.py:1", False),
         (doing(call="recv"), "never reached: it is in recv at test_a.py:7 in test_a", False),
+        (doing(call="recv", blocked=5), "never reached: it is in recv at test_a.py:7 in test_a", True),
         (doing(), "never reached: it is at test_a.py:7 in test_a", False),
     ],
 )
@@ -127,6 +128,7 @@ def test_a_rank_that_others_wait_for_is_named_with_its_place(
         where=absent.where,
         case=absent.case,
         call=absent.call,
+        blocked=absent.blocked,
     )
     found = diagnosis_of(waiting, absent, waiting)
     assert found.sentence == f"ranks 0, 2 wait in all_reduce #2 (float [3]), which rank 1 {place}"

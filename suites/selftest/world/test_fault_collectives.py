@@ -37,6 +37,15 @@ def test_a_mismatch_names_what_each_rank_is_in(
     assert verdict.seconds < 20  # far from the deadline
 
 
+def test_a_receive_while_the_other_is_in_a_collective(session: FaultSession) -> None:
+    verdict = session["test_receive"]
+    assert verdict.outcomes == ["failure"]
+    place = session.place("dist.recv(torch.ones(3), 0)")
+    sentence = "rank 0 waits in all_reduce #1 (float [3]), which rank 1 never reached: it is in recv at "
+    assert verdict.head()[0].startswith(sentence + place)
+    assert verdict.seconds < 20  # far from the deadline
+
+
 def test_a_collective_of_one_rank_in_backward_names_both_ranks(session: FaultSession) -> None:
     head = session["test_one_missing_in_backward"].head()
     sentence = r"rank 1 waits in all_reduce #\d+ .*, which rank 0 never reached: it has ended the test"

@@ -44,6 +44,13 @@ class Disagrees(torch.autograd.Function):
         return grad
 
 
+def test_receive(world):
+    if world.rank == 0:
+        dist.all_reduce(torch.ones(3))
+    else:
+        dist.recv(torch.ones(3), 0)
+
+
 def test_operation_in_backward(world):
     Disagrees.apply(torch.ones(3, requires_grad=True)).sum().backward()
 
