@@ -22,6 +22,14 @@ TRACE = logging.getLogger("torch.__trace")
 `trace_structured` writes to it, in torch/_logging/_internal.py."""
 
 
+def loaded(module: str, path: str) -> Any:
+    """Return what a path stands for in a module of torch; None if that is not imported, or has no such."""
+    found: Any = sys.modules.get(module)
+    for name in path.split("."):
+        found = getattr(found, name, None)
+    return found
+
+
 def hide_trace_from_root() -> None:
     """Take the logger of traces out of the tree of loggers.
 
@@ -37,10 +45,10 @@ def on_compile(begin: Callable[[Any], None], end: Callable[[Any], None]) -> None
 
     If it moves: what `torch._dynamo.callback` is for.
     """
-    callback: Any = sys.modules.get("torch._dynamo.callback")
-    if callback is not None and begin not in callback.callback_handler.start_callbacks:
-        callback.callback_handler.register_start_callback(begin)
-        callback.callback_handler.register_end_callback(end)
+    handler = loaded("torch._dynamo.callback", "callback_handler")
+    if handler is not None and begin not in handler.start_callbacks:
+        handler.register_start_callback(begin)
+        handler.register_end_callback(end)
 
 
 def is_without_compiler(error: BaseException | None) -> bool:
@@ -49,8 +57,8 @@ def is_without_compiler(error: BaseException | None) -> bool:
     If it moves: what `cpp_compiler_search` in torch/_inductor/cpp_builder.py raises, and what dynamo makes of
     errors of a backend.
     """
-    kind: Any = getattr(sys.modules.get("torch._inductor.exc"), "InvalidCxxCompiler", ())
-    while error is not None and not isinstance(error, kind):
+    kind = loaded("torch._inductor.exc", "InvalidCxxCompiler")
+    while error is not None and not isinstance(error, kind or ()):
         error = getattr(error, "inner_exception", None) or error.__cause__
     return error is not None
 
@@ -60,8 +68,7 @@ def tensor_data_variable() -> dict[str, str]:
 
     If it moves: `CppPythonBindingsCodeCache` in torch/_inductor/codecache.py.
     """
-    guards: Any = getattr(torch._C._dynamo, "guards", None)
-    pointer = getattr(guards, "_torchinductor_pyobject_tensor_data_ptr", None)
+    pointer = loaded("torch._C._dynamo.guards", "_torchinductor_pyobject_tensor_data_ptr")
     return {} if pointer is None else {"_TORCHINDUCTOR_PYOBJECT_TENSOR_DATA_PTR": str(pointer)}
 
 
@@ -70,8 +77,7 @@ def name_compile_threads(name: str) -> None:
 
     If it moves: `AsyncCompile.pool` in torch/_inductor/async_compile.py, and the threads of an executor.
     """
-    module: Any = sys.modules.get("torch._inductor.async_compile")
-    pool = getattr(getattr(module, "AsyncCompile", None), "pool", None)
+    pool = loaded("torch._inductor.async_compile", "AsyncCompile.pool")
     if pool is not None and pool.cache_info().currsize:
         for thread in getattr(pool(), "_threads", ()):
             thread.name = name
@@ -85,10 +91,8 @@ def remember_probes(remembered: Callable[[str, Callable[[], bool]], bool]) -> No
 
     If it moves: `VecISA.check_build` in torch/_inductor/cpu_vec_isa.py.
     """
-    module: Any = sys.modules.get("torch._inductor.cpu_vec_isa")
-    kind: Any = getattr(module, "VecISA", None)
-    check: Any = getattr(kind, "check_build", None)
-    flags_of: Any = getattr(module, "_get_isa_dry_compile_fingerprint", None)
+    check = loaded("torch._inductor.cpu_vec_isa", "VecISA.check_build")
+    flags_of = loaded("torch._inductor.cpu_vec_isa", "_get_isa_dry_compile_fingerprint")
     if check is None or flags_of is None:
         return
 
@@ -96,7 +100,7 @@ def remember_probes(remembered: Callable[[str, Callable[[], bool]], bool]) -> No
         name = f"{isa} {flags_of(isa.build_arch_flags())} {code}"
         return remembered(name, lambda: bool(check(isa, code)))
 
-    kind.check_build = check_build
+    loaded("torch._inductor.cpu_vec_isa", "VecISA").check_build = check_build
 
 
 # Graphs on their way to a backend

@@ -52,9 +52,9 @@ def untraced(function: F) -> F:
 
     `torch.compiler.disable` imports the compiler. If it moves: what that uses.
     """
-    frames = torch._C._dynamo.eval_frame
-    skip = frames._FrameExecStrategy(frames._FrameAction.SKIP, frames._FrameAction.SKIP)
-    frames.set_code_exec_strategy(function.__code__, skip)
+    action = torch._C._dynamo.eval_frame._FrameAction
+    skip = torch._C._dynamo.eval_frame._FrameExecStrategy(action.SKIP, action.SKIP)
+    torch._C._dynamo.eval_frame.set_code_exec_strategy(function.__code__, skip)
     return function
 
 
