@@ -340,6 +340,7 @@ def _part(whole: torch.Tensor | None, of: DTensor) -> torch.Tensor | None:
 
 
 def _without_ddp(model: nn.Module) -> nn.Module:
+    model = getattr(model, COMPILED.rstrip("."), model)
     return model.module if isinstance(model, DistributedDataParallel) else model
 
 

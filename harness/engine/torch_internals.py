@@ -83,10 +83,10 @@ without_torch_function: Any = torch._C._disabled_torch_function_impl
 # The mark of a code object by which dynamo skips its frames: with all that they call, or alone. If they move:
 # what `torch.compiler.disable` uses; that function imports torch's compiler, a second of CPU that a process
 # without it saves.
-_frames = torch._C._dynamo.eval_frame
-_mark_code: Callable[..., None] = _frames.set_code_exec_strategy
-_SKIP = _frames._FrameExecStrategy(_frames._FrameAction.SKIP, _frames._FrameAction.SKIP)
-_SKIP_ALONE = _frames._FrameExecStrategy(_frames._FrameAction.SKIP, _frames._FrameAction.DEFAULT)
+_mark_code: Callable[..., None] = torch._C._dynamo.eval_frame.set_code_exec_strategy
+_Strategy: Callable[..., Any] = torch._C._dynamo.eval_frame._FrameExecStrategy
+_Action: Any = torch._C._dynamo.eval_frame._FrameAction
+_SKIP, _SKIP_ALONE = _Strategy(_Action.SKIP, _Action.SKIP), _Strategy(_Action.SKIP, _Action.DEFAULT)
 
 
 def untraced(function: F) -> F:

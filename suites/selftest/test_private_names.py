@@ -48,7 +48,10 @@ def is_private(name: str) -> bool:
 
 
 def uses(path: Path) -> Iterator[Use]:
-    """Yield the private names that a module imports, or reads as attributes of what it has imported."""
+    """Yield the private names that a module imports, or reads as attributes of what it has imported.
+
+    Those of modules that may not be imported, too, which are read by `loaded("torch._module", "name")`.
+    """
     tree = ast.parse(path.read_text())
     file, aliases = str(path.relative_to(ROOT.parent)), dict(_aliases(tree))
 
@@ -60,6 +63,8 @@ def uses(path: Path) -> Iterator[Use]:
             for alias in node.names:
                 if is_private(full := f"{node.module}.{alias.name}"):
                     yield Use(file, node.lineno, full, hint)
+        elif isinstance(node, ast.Call) and ast.unparse(node.func) == "loaded":
+            yield Use(file, node.lineno, ".".join(map(ast.literal_eval, node.args)), hint)
         elif isinstance(node, ast.Attribute) and not inner:
             root, _, rest = ast.unparse(node).partition(".")
             if rest.replace(".", "").isidentifier() and root in aliases and isinstance(node.ctx, ast.Load):

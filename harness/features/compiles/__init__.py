@@ -4,3 +4,5 @@ Must not import torch.
 """
 
 FEATURE = "compiles"
+FINDINGS = "compiles-findings"
+"""Name, among the parts of an outcome, of what each rank has found of compiled graphs that went wrong."""

@@ -15,6 +15,8 @@ MOST_FRAMES = 60
 """Number of frames of a rank that a report lists."""
 _DEVICE = re.compile(r"\b(cuda|xpu|npu|mps|privateuseone):\d+")
 _SIZE = re.compile(r', (s\d+): "Sym\(\1\)"')
+_ADDRESS = re.compile(r" at 0x[0-9a-f]+")
+_ID = re.compile(r"\b\d{9,}\b")
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,8 +85,14 @@ def graph_lines(text: str) -> tuple[str, ...]:
     return tuple(line.rstrip() for line in text.splitlines() if line.strip())
 
 
+def without_addresses(text: str) -> str:
+    """Return a text of torch's without addresses and ids of objects: ranks have others."""
+    return _ID.sub("...", _ADDRESS.sub("", text))
+
+
 def in_one_line(text: str) -> str:
     """Return the first line of an explanation, with what follows `Explanation:`."""
+    text = without_addresses(text)
     lines = [line.strip() for line in text.strip().splitlines() if line.strip()]
     if lines and lines[0].startswith("Encountered graph break when attempting to trace"):
         lines = lines[1:]

@@ -25,6 +25,14 @@ __tracebackhide__ = True
 _MEETING = "what ranks have compiled"
 
 
+def compiler_needed() -> str:
+    """Return the reason to skip a test of inductor where there is no C++ compiler."""
+    name = os.environ.get("CXX") or "g++"
+    return (
+        f"inductor needs a C++ compiler, and there is no {name}: apt-get install g++, or set CXX to another"
+    )
+
+
 class Compiles:
     """Compilations of this rank since the test began, by torch's structured trace.
 
@@ -100,9 +108,8 @@ class Compiles:
 
     def require_compiler(self) -> None:
         """Skip the test, on all ranks, where inductor has no C++ compiler for code that runs on the CPU."""
-        name = os.environ.get("CXX") or "g++"
-        if shutil.which(name) is None:
-            pytest.skip(f"inductor needs a C++ compiler, and {name} is not installed: apt-get install g++")
+        if shutil.which(os.environ.get("CXX") or "g++") is None:
+            pytest.skip(compiler_needed())
 
     def ranks_may_differ(self, why: str) -> None:
         """Let ranks compile different code in this test.

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from lockstep.features.compiles import FEATURE
+from lockstep.features.compiles import FEATURE, FINDINGS
 from lockstep.hookspecs import RANK_PLUGIN
 from lockstep.rank_session import session_of
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from lockstep.features.compiles.compiles import Compiles
     from lockstep.features.compiles.rank import Compiler
     from lockstep.options import Options
-    from lockstep.protocol import Part
+    from lockstep.protocol import Part, RunItem
     from lockstep.rank.session import RankSession
     from lockstep.reporting.rank_reports import Context
     from lockstep.world.item_run import ItemRun
@@ -67,6 +67,16 @@ def pytest_configure(config: pytest.Config) -> None:
 # In a rank
 
 
+@pytest.hookimpl(tryfirst=True)  # another feature returns an item
+def pytest_ranks_item(item: pytest.Item, order: RunItem) -> None:
+    if FEATURE in order.parts:
+        from lockstep.features.compiles.rank import CheckedItem
+
+        session: Any = item.config.pluginmanager.get_plugin(RANK_PLUGIN)
+        manager = item.config.pluginmanager
+        manager.register(CheckedItem(session.rank.wire, manager))
+
+
 @pytest.fixture
 def compiles(request: pytest.FixtureRequest) -> Iterator[Compiles]:
     """The compilations of torch.compile on this rank while the test runs; ranks must compile the same."""
@@ -88,6 +98,8 @@ def pytest_ranks_message(run: ItemRun, rank: int, part: Part) -> None:
     if part.feature == FEATURE:
         place, frame = part.data
         run.parts.setdefault(FEATURE, {}).setdefault(rank, {})[place] = frame
+    elif part.feature == FINDINGS:
+        run.parts.setdefault(FINDINGS, {})[rank] = part.data
 
 
 @pytest.hookimpl(trylast=True)

@@ -4,21 +4,23 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from contextlib import contextmanager
+from types import TracebackType
 from typing import TYPE_CHECKING
 
 import pytest
 import torch
 
 from lockstep.backends import meets
-from lockstep.features.compiles import FEATURE
+from lockstep.features.compiles import FEATURE, FINDINGS
 from lockstep.features.compiles.caches import RankCaches
 from lockstep.features.compiles.compilation import Frame
-from lockstep.features.compiles.compiles import Compiles
+from lockstep.features.compiles.compiles import Compiles, compiler_needed
 from lockstep.features.compiles.torch_internals import (
     TRACE,
     hide_trace_from_root,
+    is_without_compiler,
     name_compile_threads,
     on_compile,
     tensor_data_variable,
@@ -26,9 +28,13 @@ from lockstep.features.compiles.torch_internals import (
 from lockstep.features.compiles.trace import TraceReader
 from lockstep.hookspecs import Ending
 from lockstep.protocol import Part
+from lockstep.tracebacks import is_installed
 
 if TYPE_CHECKING:
+    from lockstep.features.compiles.finding import Finding
+    from lockstep.protocol import RunItem
     from lockstep.rank.session import RankSession
+    from lockstep.rank.wire import Wire
 
 __tracebackhide__ = True
 
@@ -45,6 +51,7 @@ class Compiler:
         self._manager = manager
         self._caches = RankCaches(directory, session.rank.spec, self._compiles_first)
         self._has_compiled = False
+        self._lacks_compiler = False
         self._recursion_limit = 0
         self._watched: Compiles | None = None
 
@@ -100,10 +107,65 @@ class Compiler:
         if self._watched is not None:
             self._watched.compare_ranks()
 
+    @pytest.hookimpl(wrapper=True, tryfirst=True)
+    def pytest_runtest_makereport(self, call: pytest.CallInfo[None]) -> Generator[None, object, object]:
+        """Skip a test, or a case of one, that ends with the error of inductor without a C++ compiler.
+
+        Where other ranks do not skip it, that is reported as a failure.
+        """
+        error = call.excinfo.value if call.excinfo else None
+        if call.when != "teardown" and is_without_compiler(error):
+            self._lacks_compiler = True
+            skip = pytest.skip.Exception(compiler_needed())
+            call.excinfo = pytest.ExceptionInfo.from_exception(skip.with_traceback(_line_of_user(error)))
+        return (yield)
+
     def pytest_ranks_finished(self, ending: Ending) -> None:
         """Forget compiled code: the next test finds none, whatever ran before it in this rank."""
+        # An engine was stopped in the middle of a forward, say: another world is for the next test.
+        ending.usable = ending.usable and not self._lacks_compiler
         if self._has_compiled:
             ending.parts[FEATURE] = True
             torch.compiler.reset()
             self._has_compiled = False
             on_compile(self._begin, self._end)
+
+
+def _line_of_user(error: BaseException | None) -> TracebackType | None:
+    """Return a traceback of the innermost frame of the user's code, which the skip is reported at."""
+    entry, found = error.__traceback__ if error else None, None
+    while entry is not None:
+        if not is_installed(entry.tb_frame.f_code.co_filename):
+            found = TracebackType(None, entry.tb_frame, entry.tb_lasti, entry.tb_lineno)
+        entry = entry.tb_next
+    return found
+
+
+class CheckedItem:
+    """Compares the compiled graphs of one item with what they were compiled from.
+
+    Args:
+        manager: of the rank's session.
+    """
+
+    def __init__(self, wire: Wire, manager: pytest.PytestPluginManager) -> None:
+        self._wire, self._manager = wire, manager
+
+    @pytest.hookimpl(wrapper=True)
+    def pytest_ranks_run_item(self, item: pytest.Item, order: RunItem) -> Generator[None, object, object]:
+        from lockstep.features.compiles.checked_graphs import GraphChecks
+
+        option = item.config.option
+        selected = option.subtest
+        option.subtest = list(order.parts[FEATURE]) or selected
+        try:
+            with GraphChecks(self._send).on():
+                return (yield)
+        finally:
+            option.subtest = selected
+
+    def _send(self, finding: Finding) -> None:
+        self._wire.send(Part(FINDINGS, finding))  # now: what follows compiles more, and may not end
+
+    def pytest_ranks_finished(self, ending: Ending) -> None:
+        self._manager.unregister(self)

@@ -11,7 +11,13 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
-from lockstep.features.compiles.compilation import Frame, GraphBreak, graph_lines, in_one_line
+from lockstep.features.compiles.compilation import (
+    Frame,
+    GraphBreak,
+    graph_lines,
+    in_one_line,
+    without_addresses,
+)
 from lockstep.tracebacks import is_installed
 
 _CACHES = {"fx_graph_cache": "FX graph", "aotautograd_cache": "AOT autograd"}
@@ -91,7 +97,9 @@ class TraceReader(logging.Handler):
             function=metrics.get("co_name") or "?",
             line=self._place(metrics.get("co_filename") or "?", metrics.get("co_firstlineno") or 0),
             ops=metrics.get("graph_op_count") or 0,
-            recompiled=reason.splitlines()[0].partition("  # ")[0].strip() if reason else "",
+            recompiled=without_addresses(reason.splitlines()[0].partition("  # ")[0].strip())
+            if reason
+            else "",
             failed=in_one_line(metrics["fail_reason"]) if metrics.get("fail_reason") else "",
             seconds=(metrics.get("duration_us") or 0) / 1e6,
         )

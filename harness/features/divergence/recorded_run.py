@@ -13,6 +13,7 @@ import pytest
 
 from lockstep.exceptions import WorldError
 from lockstep.features.compiles import FEATURE as COMPILED
+from lockstep.features.compiles import FINDINGS
 from lockstep.features.divergence import FEATURE
 from lockstep.protocol import REPORT_PARTS, RunItem
 from lockstep.reporting.merge import as_option, uses_run_subtests
@@ -23,9 +24,10 @@ _PASSED = (
     "that is not waited for, uninitialised memory, or a random number that no seed fixes is like that"
 )
 _AGREES_UNCOMPILED = (
-    "the test ran again, with recording, for which torch runs all code uncompiled, and passed: eager agrees, "
-    "and the difference comes with torch.compile"
+    "the test ran again, with recording, for which torch runs all code uncompiled, and passed.\neager agrees"
 )
+_IN_COMPILED_CODE = "the difference comes with"
+_NOT_COMPARED = f"{_IN_COMPILED_CODE} torch.compile; in which module is not known: a third run, compiled, "
 _PARTS_UNCOMPILED = (
     "torch ran all code of the recorded run uncompiled, as modules cannot be seen inside a graph: the "
     "difference above comes without torch.compile, too"
@@ -56,24 +58,41 @@ def run_recorded(
 ) -> ItemOutcome:
     """Return the outcome with the explanations of a recorded run, or with a note that it has none."""
     try:
-        recorded = run(_recorded_order(order, item, case))
+        recorded = run(_order_of_case(order, item, case, FEATURE))
     except (WorldError, pytest.fail.Exception) as error:
         note = f"the test could not run again, with recording: {error}"
     else:
         note = _explain(outcome, recorded, case)
+        if note == _AGREES_UNCOMPILED:
+            note += _look_at_graphs(_order_of_case(order, item, case, COMPILED), run)
     if note:
         outcome.parts[FEATURE] = {case: note}
     return outcome
 
 
-def _recorded_order(order: RunItem, item: pytest.Item, case: str) -> RunItem:
-    """Return the order that runs the test, or one case of it, again."""
+def _look_at_graphs(order: RunItem, run: Callable[[RunItem], ItemOutcome]) -> str:
+    """Run the test a third time, in which ranks compare compiled graphs; return the end of the note."""
+    from lockstep.features.compiles.finding import described
+
+    try:
+        outcome = run(order)
+    except (WorldError, pytest.fail.Exception) as error:
+        return f": {_NOT_COMPARED}could not start: {error}"
+    if _passed(outcome):
+        return ", and so did a third run, compiled: the difference does not come every time"
+    if findings := outcome.parts.get(FINDINGS):
+        return f": {_IN_COMPILED_CODE} {described(findings)}"
+    return f": {_NOT_COMPARED}{'was too slow' if outcome.timed_out else 'compiled no graph'}"
+
+
+def _order_of_case(order: RunItem, item: pytest.Item, case: str, feature: str) -> RunItem:
+    """Return the order that runs the test, or one case of it, again, for a feature."""
     subtests = (as_option(case),) if case and uses_run_subtests(item) else ()
     return replace(
         order,
         next_item=None,
-        shared_tmp_path=order.shared_tmp_path and f"{order.shared_tmp_path}-recorded",
-        parts={**order.parts, FEATURE: subtests},
+        shared_tmp_path=order.shared_tmp_path and f"{order.shared_tmp_path}-{feature}",
+        parts={**order.parts, feature: subtests},
     )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import sys
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
@@ -15,7 +16,7 @@ from torch import Tensor
 from lockstep.exceptions import CollectiveRace
 from lockstep.features.injection.calls import INTERCEPTION, Call, Run, caller
 from lockstep.features.injection.schedule import Schedule
-from lockstep.features.injection.torch_internals import delayed_callbacks, without_modes
+from lockstep.features.injection.torch_internals import delayed_callbacks, untraced, without_modes
 from lockstep.features.injection.work import Watched
 from lockstep.recorders.collectives import NOT_COLLECTIVES
 from lockstep.recorders.in_flight import InFlight
@@ -49,6 +50,7 @@ class Skew(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's __ini
     def on(self) -> Iterator[None]:
         """Disturb what runs inside."""
         with ExitStack() as stack:
+            stack.callback(_forget_uncompiled)
             stack.callback(INTERCEPTION.forget)
             stack.enter_context(delayed_callbacks(lambda: self._delay(next(self._callbacks), "callback")))
             stack.enter_context(INTERCEPTION.layer(self._run))
@@ -80,6 +82,7 @@ class Skew(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's __ini
         self._delay(number, "after")
         return watched
 
+    @untraced
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
@@ -94,6 +97,12 @@ class Skew(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's __ini
         __tracebackhide__ = False  # else the innermost frame would be torch's
         early = f"was not waited for before `{func.overloadpacket}` {verb} at {caller()}"
         raise CollectiveRace(f"{title}, begun at {line}, {early}")
+
+
+def _forget_uncompiled() -> None:
+    """Let torch compile what it has met under a schedule, which it has marked as not to be compiled."""
+    if "torch._dynamo" in sys.modules:
+        torch.compiler.reset()
 
 
 class Flight:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from lockstep.features.compiles.compilation import in_one_line, without_addresses
 from suites.selftest.project import Run, line_of
 
 PROJECT = "compiles"
@@ -88,3 +89,17 @@ def test_bad_input_gets_a_sentence(run: Run) -> None:
     assert "Invalid backend: 'lighning'" in run.failure("test_an_unknown_backend")
     sentence = "compiles.ranks_may_differ: write why ranks compile different code in this test"
     assert sentence in run.failure("test_no_reason")
+
+
+def test_ranks_agree_on_a_reason_with_addresses_of_their_own() -> None:
+    reason = "Skip inlining <function called at 0x{}> since it was wrapped\n  Explanation: of {} at 0x{}"
+    assert {in_one_line(reason.format(each, "it", each)) for each in ("7f17650", "7f1765a")} == {
+        "Skip inlining <function called> since it was wrapped: of it"
+    }
+    guard = "___check_obj_id(self.act, {}), type=<class 'function'>"
+    assert {without_addresses(guard.format(each)) for each in (139736412345120, 94325879512)} == {
+        "___check_obj_id(self.act, ...), type=<class 'function'>"
+    }
+    assert without_addresses("size mismatch at index 0. expected 4096, actual 65536") == (
+        "size mismatch at index 0. expected 4096, actual 65536"
+    )
