@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from lockstep.features.sweep.sweep import Sweep
 
 _SWEEPS = "harness-sweeps"
+_has_sweeps = pytest.StashKey[bool]()
 _PART = re.compile(r"-?part-\d+-of-\d+")
 
 
@@ -99,6 +100,16 @@ def _num_workers(config: pytest.Config) -> int:
 
 
 # In the controller
+
+
+def pytest_ranks_mentioned(config: pytest.Config, text: bytes) -> None:
+    """Note that a file may have sweeps: the server then imports what each new rank needs for them."""
+    config.stash[_has_sweeps] = config.stash.get(_has_sweeps, False) or b"sweep" in text
+
+
+def pytest_ranks_imports(config: pytest.Config, hints: list[str]) -> None:
+    if config.stash.get(_has_sweeps, False):
+        hints.append("lockstep.features.sweep.sweeps")
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
