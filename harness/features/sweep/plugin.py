@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Generator
 from typing import TYPE_CHECKING, Any
 
@@ -16,7 +15,6 @@ if TYPE_CHECKING:
 
 _SWEEPS = "harness-sweeps"
 _has_sweeps = pytest.StashKey[bool]()
-_PART = re.compile(r"-?part-\d+-of-\d+")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -87,7 +85,9 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     function = fixture_function(metafunc, "sweep")
     parts = _num_workers(metafunc.config)
     if parts > 1 and getattr(function, "__module__", "") == __name__:
-        ids = [f"part-{number + 1}-of-{parts}" for number in range(parts)]
+        from lockstep.features.sweep.parts import id_of_part
+
+        ids = [id_of_part(number, parts) for number in range(parts)]
         metafunc.parametrize("sweep", [(number, parts) for number in range(parts)], indirect=True, ids=ids)
 
 
@@ -133,7 +133,9 @@ def pytest_ranks_rerun(item: pytest.Item) -> list[str] | None:
     """Leave out which part of a sweep a worker had: without workers there are none."""
     if "sweep" not in getattr(getattr(item, "callspec", None), "params", {}):
         return None
-    return [_PART.sub("", item.nodeid).replace("[]", "")]
+    from lockstep.features.sweep.parts import without_part
+
+    return [without_part(item.nodeid)]
 
 
 @pytest.hookimpl(wrapper=True)
