@@ -8,7 +8,7 @@ from __future__ import annotations
 import shutil
 import time
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, assert_never
 
@@ -33,9 +33,19 @@ from lockstep.features.sweep.messages import (
     Result,
     Resume,
 )
+from lockstep.features.sweep.parts import without_part
 from lockstep.features.sweep.picture import draw
-from lockstep.features.sweep.points import HARMLESS, KILLS, Point, choose, describe_spots, points_of
-from lockstep.features.sweep.report import summary, table
+from lockstep.features.sweep.points import (
+    HARMLESS,
+    KILLS,
+    OF_ONE,
+    Point,
+    Spot,
+    choose,
+    describe_spots,
+    points_of,
+)
+from lockstep.features.sweep.report import Counts, count, table
 from lockstep.features.timeline import PICTURES
 from lockstep.protocol import Part, RunItem, Vote
 from lockstep.reporting.rank_reports import Context
@@ -43,6 +53,8 @@ from lockstep.world.diagnosis import Diagnosis, place_of
 from lockstep.world.item_run import ItemRun
 from lockstep.world.outcome import Died, ItemOutcome, Stuck
 
+COUNTS = "sweep counts"
+"""Name of the property of a report that has the numbers of a part of a sweep."""
 WITHIN = 8.0
 """Seconds that a function gets at least: a collective of gloo may end 5 s after another rank was lost."""
 
@@ -78,7 +90,9 @@ class Progress:
         self.plan: Plan | None = None if resume is None else resume.plan
         self.results: list[Result] = [] if resume is None else [*resume.results]
         self.is_over = False
-        self._pending = None if resume is None else resume.pending
+        pending = None if resume is None else resume.pending
+        self._before = "" if pending is None else pending.problem
+        """Description of how the function has ended the world before, where the claim alone runs."""
         self._index = -1
         self._runs = self._claims = False
         self._ran: dict[int, Ran] = {}
@@ -127,8 +141,9 @@ class Progress:
         assert self.plan is not None
         if not begins.only_claims and time.time() >= self.plan.until:
             return False
-        self._index, self._hang, self._killed = begins.index, "", set()
+        self._index, self._hang, self._killed, self._ran = begins.index, "", set(), {}
         self._runs, self._claims = not begins.only_claims, begins.only_claims
+        self._before = self._before if begins.only_claims else ""
         if begins.only_claims:
             # Killed ranks have said nothing, and that is how the fault is known to have struck.
             self._ran = {self.point.rank: Ran(has_struck=True)}
@@ -141,13 +156,14 @@ class Progress:
 
     def _judge(self, claimed: dict[int, Claimed]) -> Result:
         ran = self._ran.get(self.point.rank)
-        problem = ""
-        if self._hang:
-            problem = self._hang
+        problem = self._before or self._hang
+        claim = f"the claim failed: {_cause(claimed)}" if any(each.error for each in claimed.values()) else ""
+        if problem:
+            problem += f"; then {claim or 'the claim held'}"
         elif self.point.kind in HARMLESS and any(each.error for each in self._ran.values()):
             problem = f"the function failed, though nothing is broken: {_cause(self._ran)}"
-        elif any(each.error for each in claimed.values()):
-            problem = f"the claim failed: {_cause(claimed)}"
+        else:
+            problem = claim
         reads = any(each.reads for each in claimed.values())
         return Result(self.point, problem, ran is not None and ran.has_struck, reads)
 
@@ -157,7 +173,7 @@ class Progress:
         """Return words for the death of a rank that the point ends."""
         if not self._runs or self.point.kind not in KILLS:
             return None
-        if self.point.kind == "kill" and rank != self.point.rank:
+        if self.point.kind in OF_ONE and rank != self.point.rank:
             return None
         self._killed.add(rank)
         self.lose(run, rank)
@@ -188,11 +204,12 @@ class Progress:
             return None
         problem = self._problem(outcome)
         pending = None
-        if problem:
+        if problem and self._claims:
+            before = f"{self._before}; then " if self._before else ""
             has_struck = bool(self._killed) or self.point.kind not in KILLS
-            self.results.append(Result(self.point, problem, has_struck, reads=self._claims))
+            self.results.append(Result(self.point, before + problem, has_struck, reads=True))
         else:
-            pending = self._leave(order)
+            pending = self._leave(order, problem)
         return Resume(self.plan, tuple(self.results), self._index + 1, pending)
 
     def _problem(self, outcome: ItemOutcome) -> str:
@@ -211,7 +228,7 @@ class Progress:
         where = [f"rank {rank.rank} is in {place_of(_status(rank.fate))}" for rank in waiting]
         return f"{what}a hang: after {self.plan.within:.0f} s {self._worded('; '.join(where))}"
 
-    def _leave(self, order: RunItem) -> Pending:
+    def _leave(self, order: RunItem, problem: str) -> Pending:
         """Put aside what the world has left."""
         aside = Path(f"{order.shared_tmp_path}.sweep")
         journals = [*aside.glob("journal-*")] if self.point.kind == "power" else []
@@ -220,7 +237,7 @@ class Progress:
             journal.unlink()
         left = move_aside(self.folders, aside / str(self._index))
         errors = {rank: each.error for rank, each in self._ran.items() if each.error}
-        return Pending(self._index, errors, left)
+        return Pending(self._index, errors, left, problem)
 
 
 def _status(fate: object) -> Any:
@@ -237,7 +254,12 @@ def _cause(said: dict[int, Ran] | dict[int, Claimed]) -> str:
 
 def make_plan(recorded: Sequence[Recorded], budget: Budget) -> Plan | str:
     """Return the points to run, or why there is nothing to run."""
-    spots = tuple(spot for each in recorded for spot in each.spots)
+    unseen = _unseen(recorded)
+    spots = tuple(
+        _after_unseen(spot, each.appeared.get(spot.place, frozenset()) & unseen)
+        for each in recorded
+        for spot in each.spots
+    )
     if all(len(each.spots) == 1 for each in recorded):
         return (
             "the function has no point: it has called no collective, and no operation on a file below the "
@@ -264,16 +286,29 @@ def make_plan(recorded: Sequence[Recorded], budget: Budget) -> Plan | str:
         num_all=len(chosen) if budget.only is not None else len(points),
         within=WITHIN + 10 * longest,
         lag=0.1 + 2 * seconds,
-        unseen=_unseen(recorded),
+        unseen=_names(unseen),
         until=until,
+        num_parts=recorded[0].part[1],
     )
 
 
-def _unseen(recorded: Sequence[Recorded]) -> tuple[str, ...]:
-    """Return files that have changed, and that no rank was seen to write."""
+def _unseen(recorded: Sequence[Recorded]) -> frozenset[str]:
+    """Return the paths of files that have changed, and that no rank was seen to write."""
     touched = frozenset[str]().union(*(each.touched for each in recorded))
     appeared = frozenset[str]().union(*(paths for each in recorded for paths in each.appeared.values()))
-    return tuple(sorted({Path(path).name for path in appeared - touched}))
+    return appeared - touched
+
+
+def _names(paths: Iterable[str]) -> tuple[str, ...]:
+    return tuple(sorted({Path(path).name for path in paths}))
+
+
+def _after_unseen(spot: Spot, paths: frozenset[str]) -> Spot:
+    """Return a moment with the files in its text that code which is not seen has written just before."""
+    if not paths:
+        return spot
+    written = f"a write by C++ of {', '.join(_names(paths))} (seen by polling)"
+    return replace(spot, text=f"{spot.text}; after {written}")
 
 
 class Sweeps:
@@ -334,9 +369,11 @@ class Sweeps:
         """Note in the last report how many points held, and draw them for the page of a timeline."""
         progress: Progress | None = outcome.parts.get(FEATURE)
         if progress is not None and progress.plan is not None and progress.results and reports:
-            said = summary(progress.results, progress.plan)
-            reports[-1].user_properties.append((FEATURE, said))
-            title = f"Points of the sweep: {said}"
+            counts = count(progress.results, progress.plan)
+            reports[-1].user_properties.append((FEATURE, str(counts)))
+            if progress.plan.num_parts > 1:
+                reports[-1].user_properties.append((COUNTS, asdict(counts)))
+            title = f"Points of the sweep: {counts}"
             outcome.parts.setdefault(PICTURES, []).append((title, draw(progress.results, progress.plan)))
 
 
@@ -345,9 +382,17 @@ def _resume(order: RunItem, outcome: ItemOutcome) -> Resume | None:
     return None if progress is None else progress.resume(order, outcome)
 
 
-def lines(reports: Iterable[Any]) -> Iterable[str]:
-    """Yield what the end of a run says of its sweeps."""
+def lines(reports: Iterable[Any]) -> list[str]:
+    """Return what the end of a run says of its sweeps, of which workers may have run a part each."""
+    totals: dict[str, Counts | str] = {}
     for report in reports:
-        for name, value in getattr(report, "user_properties", ()):
-            if name == FEATURE and getattr(report, "when", "") == "teardown":
-                yield f"sweep {report.nodeid}: {value}"
+        properties = dict(getattr(report, "user_properties", ()))
+        if FEATURE not in properties or report.when != "teardown":
+            continue
+        name, part = without_part(report.nodeid), properties.get(COUNTS)
+        if part is None:
+            totals[name] = properties[FEATURE]
+        else:
+            counts, before = Counts(**part), totals.get(name)
+            totals[name] = before + counts if isinstance(before, Counts) else counts
+    return [f"sweep {name}: {total}" for name, total in totals.items()]

@@ -1,7 +1,7 @@
 """Operations of Python code on files below some directories, passed to an observer. Inside a rank.
 
-Seen are the functions of `os` and what is written to a file that `open` has returned. Not seen is what C++ or
-Rust code does by itself: `torch.save(state, path)`, which hands the path to C++; memory maps.
+Seen are the functions of `os`, what is written to a file that `open` has returned, and `torch.save(state,
+path)`, which hands the path to C++. Not seen is what other C++ or Rust code does, nor memory maps.
 """
 
 from __future__ import annotations
@@ -15,6 +15,8 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, Protocol, Self
+
+from lockstep.features.sweep.torch_internals import observed_writers
 
 __tracebackhide__ = True  # under pytest a failure points to the call
 
@@ -94,7 +96,8 @@ class FileCalls:
             for name, function in before.items():
                 setattr(os, name, self._wrapped(function, wrappers[name]))
             io.open = builtins.open = self._wrapped(opens, self._opens_file)
-            yield
+            with observed_writers(self._below, self._before, self._after):
+                yield
         finally:
             for name, function in before.items():
                 setattr(os, name, function)
@@ -152,10 +155,7 @@ class FileCalls:
         path = self._below(given, kwargs.get("dir_fd"))
         if not path:
             return function(*args, **kwargs)
-        half: Callable[[], object] = _nothing
-        if function.__name__ == "write":
-            half = functools.partial(function, args[0], memoryview(args[1])[: len(args[1]) // 2])
-        self._before(op, path, half)
+        self._before(op, path, functools.partial(_write_half, function, *args) if op == "write" else _nothing)
         result = function(*args, **kwargs)
         self._after(op, path)
         return result
@@ -270,6 +270,21 @@ class _File(io.FileIO):
         result = super().truncate(size)
         calls._after("truncate", self._path)
         return result
+
+
+def _write_half(function: Callable[..., Any], *args: Any) -> None:
+    """Do the first half of a function of `os` that writes."""
+    match function.__name__, args:
+        case "write" | "pwrite", (descriptor, data, *offset):
+            view = memoryview(data).cast("B")
+            function(descriptor, view[: len(view) // 2], *offset)
+        case "writev" | "pwritev", (descriptor, buffers, *offset):
+            data = b"".join(buffers)
+            (os.pwrite if offset else os.write)(descriptor, data[: len(data) // 2], *offset[:1])
+        case "sendfile", (target, source, offset, count, *_):
+            function(target, source, offset, count // 2)
+        case "copy_file_range", (source, target, count, *offsets):
+            function(source, target, count // 2, *offsets)
 
 
 class _Entries:

@@ -30,7 +30,7 @@ class Recorded:
     touched: frozenset[str]
     """Paths of files that it was seen to write."""
     appeared: dict[int, frozenset[str]]
-    """Paths of files that have changed before a moment, by its place; another may have written them."""
+    """Paths of files that have changed just before a moment, by its place; another may have written them."""
     kinds: tuple[Kind, ...]
     seconds: float
     """Time that the function took."""
@@ -123,17 +123,21 @@ class Plan:
     """Files that were written by code that is not seen, C++ for example."""
     until: float
     """Time of the clock at which no further point begins."""
+    num_parts: int = 1
+    """Number of tests that share the points of the sweep."""
 
 
 @dataclass(frozen=True, slots=True)
 class Pending:
-    """A point at which the last world has ended, as it was to: its claim runs on the next one."""
+    """A point at which the last world has ended: its claim runs on the next one."""
 
     index: int
     errors: dict[int, str]
     """Exceptions of the function on the ranks that were left, in a line each."""
     left: dict[str, str]
     """The directories that it has left, by the name of a place: "0/1" is the second one of rank 0."""
+    problem: str = ""
+    """Description of how the function ended the world, "" if the point was to end it."""
 
 
 @dataclass(frozen=True, slots=True)

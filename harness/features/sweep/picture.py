@@ -7,7 +7,7 @@ from html import escape
 
 from lockstep.features.sweep.messages import Plan, Result
 from lockstep.features.sweep.points import KINDS
-from lockstep.features.sweep.report import describe, summary
+from lockstep.features.sweep.report import count, describe
 
 STEP, ROW, NAME, GAP = 22, 16, 18, 12
 """Pixels: from moment to moment, from kind to kind, the name of a lane, what is below a lane."""
@@ -34,7 +34,7 @@ def draw(results: Sequence[Result], plan: Plan) -> str:
         x = LEFT + STEP * places[point.rank, point.op, point.number] + STEP // 2
         y = tops[point.rank] + NAME + kinds.index(point.kind) * ROW + ROW // 2
         parts.append(_dot(result, plan, x, y))
-    label = escape(f"Sweep: {summary(results, plan)}")
+    label = escape(f"Sweep: {count(results, plan)}")
     return (
         f'<svg role="group" aria-label="{label}" width="{width}" height="{height * len(ranks)}">'
         f"{''.join(parts)}</svg>"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Generator
 from typing import TYPE_CHECKING, Any
 
@@ -15,7 +14,7 @@ if TYPE_CHECKING:
     from lockstep.features.sweep.sweep import Sweep
 
 _SWEEPS = "harness-sweeps"
-_PART = re.compile(r"-?part-\d+-of-\d+")
+_has_sweeps = pytest.StashKey[bool]()
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -86,7 +85,9 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     function = fixture_function(metafunc, "sweep")
     parts = _num_workers(metafunc.config)
     if parts > 1 and getattr(function, "__module__", "") == __name__:
-        ids = [f"part-{number + 1}-of-{parts}" for number in range(parts)]
+        from lockstep.features.sweep.parts import id_of_part
+
+        ids = [id_of_part(number, parts) for number in range(parts)]
         metafunc.parametrize("sweep", [(number, parts) for number in range(parts)], indirect=True, ids=ids)
 
 
@@ -99,6 +100,16 @@ def _num_workers(config: pytest.Config) -> int:
 
 
 # In the controller
+
+
+def pytest_ranks_mentioned(config: pytest.Config, text: bytes) -> None:
+    """Note that a file may have sweeps: the server then imports what each new rank needs for them."""
+    config.stash[_has_sweeps] = config.stash.get(_has_sweeps, False) or b"sweep" in text
+
+
+def pytest_ranks_imports(config: pytest.Config, hints: list[str]) -> None:
+    if config.stash.get(_has_sweeps, False):
+        hints.append("lockstep.features.sweep.sweeps")
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
@@ -122,7 +133,9 @@ def pytest_ranks_rerun(item: pytest.Item) -> list[str] | None:
     """Leave out which part of a sweep a worker had: without workers there are none."""
     if "sweep" not in getattr(getattr(item, "callspec", None), "params", {}):
         return None
-    return [_PART.sub("", item.nodeid).replace("[]", "")]
+    from lockstep.features.sweep.parts import without_part
+
+    return [without_part(item.nodeid)]
 
 
 @pytest.hookimpl(wrapper=True)

@@ -13,11 +13,15 @@ from typing import Literal, Self, get_args
 
 from lockstep.bounds import shown
 
-Kind = Literal["kill", "all", "power", "fail", "full", "delay", "invisible", "order"]
+Kind = Literal["kill", "torn", "all", "power", "fail", "full", "delay", "invisible", "order"]
 KINDS: tuple[Kind, ...] = get_args(Kind)
-DEFAULT_KINDS: tuple[Kind, ...] = ("kill", "all", "fail", "full", "delay", "invisible", "order")
-KILLS = frozenset[Kind]({"kill", "all", "power"})
+DEFAULT_KINDS: tuple[Kind, ...] = ("kill", "torn", "all", "fail", "full", "delay", "invisible", "order")
+KILLS = frozenset[Kind]({"kill", "torn", "all", "power"})
 """Kinds that end the world: what they leave is looked at on a new one."""
+OF_ONE = frozenset[Kind]({"kill", "torn"})
+"""Kinds that end one rank alone."""
+MAY_MISS = frozenset[Kind]({"invisible", "order"})
+"""Kinds that may make no difference where they strike."""
 HARMLESS = frozenset[Kind]({"delay", "order"})
 """Kinds that break nothing: under them the function has to succeed."""
 
@@ -28,6 +32,7 @@ _FILLS = frozenset({"open", "write", "link", "rename", "mkdir"})
 """Operations that a full disk refuses."""
 WHAT = {
     "kill": "is killed (SIGKILL)",
+    "torn": "is killed (SIGKILL) half-way",
     "all": "and all others are killed at once",
     "power": "and all others lose power: what was not synced is lost",
     "fail": "gets an exception",
@@ -61,6 +66,8 @@ class Spot:
             yield "fail"
         if self.op in _FILLS:
             yield "full"
+        if self.op == "write":
+            yield "torn"
         if self.op == COLLECTIVE:
             yield "invisible"
         if self.is_contended:

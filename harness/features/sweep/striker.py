@@ -223,12 +223,10 @@ class Striker:
             text += f"; after {self._after}"
         if op in FILE_OPS:
             self._after = text.partition(" at ")[0]
-        recording = self._recording
-        if op in (COLLECTIVE, END):
-            now = self._look()
-            if changed := {path for path, each in now.items() if recording.contents.get(path) != each}:
-                recording.appeared[place] = frozenset(changed)
-            recording.contents = now
+        recording, now = self._recording, self._look()
+        if changed := {path for path, each in now.items() if recording.contents.get(path) != each}:
+            recording.appeared[place] = frozenset(changed)
+        recording.contents = now
         if group:
             recording.threads.setdefault(group, set()).add(threading.get_ident())
         recording.groups.append(group)
@@ -238,6 +236,9 @@ class Striker:
         self.has_struck = point.kind not in ("invisible", "order")
         match point.kind:
             case "kill":
+                os.kill(os.getpid(), signal.SIGKILL)
+            case "torn":
+                half()
                 os.kill(os.getpid(), signal.SIGKILL)
             case "all" | "power":
                 for process in self.processes:

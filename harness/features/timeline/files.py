@@ -60,13 +60,16 @@ class TimelineFiles:
             return
         sentence = outcome.diagnosis.sentence if outcome.diagnosis is not None else ""
         timeline = read_timeline(str(item.nodeid), outcome, self._base, sentence=sentence)
+        pictures = outcome.parts.get(PICTURES, ())
+        if timeline is None and pictures:  # they may be of other worlds than that of the last run
+            timeline = Timeline(str(item.nodeid), (), begun=0, end=0, sentence=sentence)
         if timeline is None:
             _say(reports, _FAKE if outcome.ranks[0].world else _NO_CALL)
             return
         folder = self._directory.of_test(label_of(str(item.nodeid), outcome.preparation))
         place = str(folder / PAGE)
         try:
-            self._write(timeline, folder, reports, outcome.parts.get(PICTURES, ()))
+            self._write(timeline, folder, reports, pictures)
         except OSError as error:  # the report of the test must not be lost for its picture
             place = self._error = f"cannot be written: {error}"
         _say(reports, place)

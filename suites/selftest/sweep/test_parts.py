@@ -3,17 +3,30 @@
 from __future__ import annotations
 
 import errno
+import gc
 import os
+import re
 from collections import Counter
 from collections.abc import Callable
+from dataclasses import asdict
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
+import torch
 
+from lockstep.features.injection.lost_peers import LostPeers
+from lockstep.features.sweep.controller import Budget, Progress, lines, make_plan
 from lockstep.features.sweep.directories import Directories, move_aside, owned
 from lockstep.features.sweep.files import FileCalls
 from lockstep.features.sweep.journal import Journal, lose_unsynced
+from lockstep.features.sweep.messages import Begins, Plan, Recorded, Resume
+from lockstep.features.sweep.plugin import pytest_configure
 from lockstep.features.sweep.points import Point, Spot, choose, points_of
+from lockstep.features.sweep.report import Counts, refusal
+from lockstep.features.sweep.sweep import Sweep
+from lockstep.world.clock import Clock
 
 SPOTS = [Spot(rank, "write", number, number - 1, "") for rank in range(2) for number in range(1, 51)]
 
@@ -76,12 +89,54 @@ def test_other_directories_and_later_calls_are_not_seen(tmp_path: Path, log: Log
     assert (log.ops, log.read) == ([], set())
 
 
-def test_a_full_disk_takes_half_of_a_write(tmp_path: Path, log: Log) -> None:
+DATA = b"12345678"
+
+
+def send(file: int, source: int) -> None:
+    os.sendfile(file, source, 0, 8)
+
+
+def copy(file: int, source: int) -> None:
+    os.copy_file_range(source, file, 8)
+
+
+WRITES: dict[str, Callable[[int, int], object]] = {
+    "write": lambda file, source: os.write(file, DATA),
+    "pwrite": lambda file, source: os.pwrite(file, DATA, 0),
+    "writev": lambda file, source: os.writev(file, [DATA[:2], DATA[2:]]),
+    "pwritev": lambda file, source: os.pwritev(file, [DATA[:5], DATA[5:]], 0),
+    "sendfile": send,
+    "copy_file_range": copy,
+    "open": lambda file, source: open(file, "wb", buffering=0, closefd=False).write(DATA),  # noqa: SIM115
+}
+
+
+@pytest.mark.parametrize("write", WRITES.values(), ids=WRITES)
+def test_a_full_disk_takes_half_of_a_write(
+    tmp_path: Path, log: Log, write: Callable[[int, int], object]
+) -> None:
     log.refused = "write"
-    seen = FileCalls([str(tmp_path)], log).installed()
-    with seen, pytest.raises(OSError, match="full"), (tmp_path / "x").open("wb", buffering=0) as file:
-        file.write(b"12345678")
+    (tmp_path / "source").write_bytes(DATA)
+    source, file = (os.open(tmp_path / name, os.O_RDWR | os.O_CREAT) for name in ("source", "x"))
+    with FileCalls([str(tmp_path)], log).installed(), pytest.raises(OSError, match="full"):
+        write(file, source)
+    os.close(source)
+    os.close(file)
     assert (tmp_path / "x").read_bytes() == b"1234"
+
+
+def test_the_writer_in_cpp_of_torch_save_is_seen(tmp_path: Path, log: Log) -> None:
+    path, state = tmp_path / "state.pt", torch.arange(1000)
+    with FileCalls([str(tmp_path)], log).installed():
+        torch.save(state, str(path))
+    assert log.ops == ["open state.pt", "done open", "write state.pt", "done write"]
+    assert torch.load(path).equal(state)
+    whole = path.read_bytes()
+    log.refused = "write"
+    with FileCalls([str(tmp_path)], log).installed(), pytest.raises(OSError, match="full"):
+        torch.save(state, path)
+    gc.collect()  # the destructor of the writer writes nothing more
+    assert path.read_bytes() == whole[: len(whole) // 2]
 
 
 def test_hidden_files_are_not_there_for_any_function(tmp_path: Path, log: Log) -> None:
@@ -149,6 +204,72 @@ def test_points_are_spread_over_kinds_ranks_and_phases() -> None:
     assert len(choose(points, None, seed=3)) == 400
     parts = [choose(points, 100, seed=3)[part::3] for part in range(3)]
     assert len({str(each) for part in parts for each in part}) == 100
+
+
+def recorded(number: int = 0, parts: int = 1) -> Recorded:
+    return Recorded(tuple(SPOTS[:50]), frozenset(), {}, ("kill",), 0.1, 0.1, True, (number, parts))
+
+
+def test_no_point_begins_after_the_seconds_of_the_budget() -> None:
+    for seconds, begins in ((60.0, True), (1e-9, False), (None, True)):
+        plan = make_plan([recorded()], Budget(None, seconds, None, 0))
+        assert isinstance(plan, Plan)
+        progress = Progress(Budget(None, seconds, None, 0), Resume(plan, (), 0, None))
+        run: Any = SimpleNamespace(outcomes=[], clock=Clock(60))
+        assert progress.meet(run, {0: Begins(0)}) is begins
+
+
+def test_a_point_that_is_not_there_is_refused() -> None:
+    only = Point.parse("kill rank 0 write 99")
+    said = "--sweep-point 'kill rank 0 write 99': there is no such point; there are rank 0: write 1 to 50"
+    assert make_plan([recorded()], Budget(None, None, only, 0)) == said
+
+
+def test_a_part_without_points_proves_what_it_can() -> None:
+    budget = Budget(2, None, None, 0)
+    made = [make_plan([recorded(number, 3)], budget) for number in range(3)]
+    plans = [plan for plan in made if isinstance(plan, Plan)]
+    assert [len(plan.points) for plan in plans] == [1, 1, 0]
+    assert [refusal([], plan)[:16] for plan in plans] == ["no point has run", "no point has run", ""]
+
+
+def test_parts_of_a_sweep_are_reported_as_one() -> None:
+    counts = [Counts(3, 2, {"kill": 1, "fail": 1}, 9, ("x",)), Counts(4, 4, {"kill": 2}, 9, ())]
+    reports = [
+        SimpleNamespace(
+            nodeid=f"test_x.py::test_y[a-part-{number + 1}-of-2]",
+            when="teardown",
+            user_properties=[("sweep", str(each)), ("sweep counts", asdict(each))],
+        )
+        for number, each in enumerate(counts)
+    ]
+    assert lines(reports) == [
+        "sweep test_x.py::test_y[a]: 6 of 7 points held: kill 3, fail 1; 2 made no difference; "
+        "2 of 9 did not run (--sweep-points all); written by code that is not seen: x"
+    ]
+
+
+def test_ranks_on_two_hosts_are_refused() -> None:
+    session: Any = SimpleNamespace(world=SimpleNamespace(backend="gloo", hosts=("a", "b")))
+    sweep = Sweep(session, LostPeers(), (0, 1))
+    with pytest.raises(RuntimeError, match="the ranks are on 2 hosts; a sweep needs them on one"):
+        sweep(print, then=print, files=".")
+
+
+@pytest.mark.parametrize(
+    ("option", "value", "why"),
+    [
+        ("sweep_points", "some", "--sweep-points 'some': a number from 1, or all"),
+        ("sweep_seconds", -1.0, "--sweep-seconds -1.0: a number of seconds above 0"),
+        ("sweep_point", "boom", "--sweep-point 'boom': write a point as reports name it"),
+        ("sweep_point", "kill rank 1 sing 2", "the operations are collective, open, write"),
+    ],
+)
+def test_a_wrong_option_is_refused(option: str, value: object, why: str) -> None:
+    options = dict.fromkeys(("sweep_points", "sweep_seconds", "sweep_point")) | {option: value}
+    config: Any = SimpleNamespace(option=SimpleNamespace(**options), getini=lambda name: "100")
+    with pytest.raises(pytest.UsageError, match=re.escape(why)):
+        pytest_configure(config)
 
 
 def test_the_name_of_a_point_is_read_back() -> None:

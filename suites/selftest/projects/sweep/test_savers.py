@@ -31,6 +31,7 @@ def claim_whole(folder):
     def claim(crash):
         step, data = saver.load(folder)
         assert step == 2 or crash.kind is not None
+        assert not crash.errors or crash.kind not in ("all", "power")
         assert data == bytes([step] * 16)
 
     return claim
@@ -40,7 +41,7 @@ def test_whole_or_absent(world, sweep, folder):
     def save():
         saver.save(folder, 2)
 
-    kinds = ["kill", "all", "power", "fail", "full", "delay", "invisible"]
+    kinds = ["kill", "torn", "all", "power", "fail", "full", "delay", "invisible"]
     sweep(save, prepare=lambda: saver.save(folder, 1), then=claim_whole(folder), files=folder, kinds=kinds)
 
 
@@ -48,7 +49,7 @@ def test_marker_first(world, sweep, folder):
     def save():
         saver.save(folder, 2, is_marked_first=True)
 
-    sweep(save, prepare=lambda: saver.save(folder, 1), then=claim_whole(folder), files=folder, kinds=["kill"])
+    sweep(save, prepare=lambda: saver.save(folder, 1), then=claim_whole(folder), files=folder, kinds=["torn"])
 
 
 def test_published_alone(world, sweep, folder):
@@ -58,11 +59,41 @@ def test_published_alone(world, sweep, folder):
     sweep(save, prepare=lambda: saver.save(folder, 1), then=claim_whole(folder), files=folder, kinds=["fail"])
 
 
+def test_written_in_place(world, sweep, folder):
+    state = folder / "state"
+
+    def claim(crash):
+        assert state.read_text() in ("one", "three")
+
+    sweep(
+        lambda: state.write_text("three") if world.rank == 0 else None,
+        prepare=lambda: state.write_text("one") if world.rank == 0 else None,
+        then=claim,
+        files=folder,
+        kinds=["torn"],
+    )
+
+
+def test_appended(world, sweep, folder):
+    """A line of a log is there or not for whom is killed between two operations."""
+
+    def save():
+        if world.rank == 0:
+            with (folder / "log").open("a") as log:
+                log.write("saved 12\n")
+
+    def claim(crash):
+        lines = (folder / "log").read_text().splitlines() if (folder / "log").exists() else []
+        assert lines in ([], ["saved 12"])
+
+    sweep(save, then=claim, files=folder, kinds=["kill", "torn"])
+
+
 def test_unsynced(world, sweep, folder):
     def save():
-        (folder / "part").write_text("all of it") if world.rank == 0 else None
-        dist.barrier()
-        (folder / "done").write_text("") if world.rank == 0 else None
+        if world.rank == 0:
+            (folder / "part").write_text("all of it")
+            (folder / "done").write_text("")
 
     def claim(crash):
         assert "done" not in names(folder) or (folder / "part").read_text() == "all of it"
@@ -72,7 +103,8 @@ def test_unsynced(world, sweep, folder):
 
 def test_polls_for_ever(world, sweep, folder):
     def save():
-        write_own(world, folder)
+        if world.rank == 1:
+            (folder / "1").touch()
         while world.rank == 0 and not (folder / "1").exists():
             time.sleep(0.01)
 
@@ -142,7 +174,7 @@ def test_rank_dies_in_the_claim(world, sweep, folder):
     sweep(dist.barrier, then=claim, files=folder, kinds=["delay"])
 
 
-def test_own_folders_and_cpp(world, sweep, tmp_path):
+def test_own_folders_and_torch_save(world, sweep, tmp_path):
     def save():
         torch.save(torch.ones(1), str(tmp_path / "state.pt"))
         (tmp_path / "done").touch()
@@ -150,8 +182,35 @@ def test_own_folders_and_cpp(world, sweep, tmp_path):
     def claim(crash):
         if (tmp_path / "done").exists():
             assert torch.load(str(tmp_path / "state.pt")).item() == 1
+        elif crash.kind == "torn" and crash.rank == world.rank:
+            with pytest.raises(RuntimeError, match="central directory"):
+                torch.load(str(tmp_path / "state.pt"))
 
-    sweep(save, then=claim, files=tmp_path, kinds=["kill"])
+    sweep(save, then=claim, files=tmp_path, kinds=["torn", "full"])
+
+
+def test_polled(world, sweep, folder):
+    """C++ makes and maps a file; each point is to be reported."""
+
+    def save():
+        if world.rank == 0:
+            torch.UntypedStorage.from_file(str(folder / "mapped"), shared=True, nbytes=8).fill_(1)
+        dist.barrier()  # after C++
+
+    def claim(crash):
+        names(folder)
+        assert crash.kind is None, "found"
+
+    sweep(save, then=claim, files=folder, kinds=["fail"])
+
+
+def test_divided(world, sweep, folder):
+    def claim(crash):
+        names(folder)
+        with open(f"claimed-{world.rank}", "a") as log:
+            print(crash.point, file=log)
+
+    sweep(lambda: saver.save(folder, 1), then=claim, files=folder, kinds=["fail", "full"])
 
 
 def test_no_point(world, sweep, folder):
@@ -199,12 +258,25 @@ def test_refusals(world, sweep, folder):
         with pytest.raises(error, match=match):
             sweep(dist.barrier, **given)
 
-    refused(ValueError, "there is no kind 'explode'; the kinds are kill, all", kinds=["explode"])
+    refused(ValueError, "there is no kind 'explode'; the kinds are kill, torn, all", kinds=["explode"])
     refused(ValueError, 'kinds=\'kill\': a list, such as \\["kill", "fail"\\]', kinds="kill")
     refused(ValueError, "name the directory below which", files=[])
     refused(TypeError, "files=3: it is a directory", files=3)
     refused(TypeError, "then is 3; it is a function", then=3)
     refused(ValueError, "is no directory", files=__file__)
+
+
+@pytest.mark.ranks(2, group=False)
+def test_without_a_group(world, sweep, folder):
+    match = r"starts without a default process group \(group=False\)"
+    with pytest.raises(RuntimeError, match=match):
+        sweep(dist.barrier, then=print, files=folder)
+
+
+@pytest.mark.ranks(2, backend="fake")
+def test_in_a_fake_world(world, sweep, folder):
+    with pytest.raises(RuntimeError, match="a fake world is one process, and loses no rank"):
+        sweep(dist.barrier, then=print, files=folder)
 
 
 def test_after_all(world):
