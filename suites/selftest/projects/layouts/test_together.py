@@ -5,16 +5,7 @@ import torch
 import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from plan import (
-    CompiledPlan,
-    CompiledPlanWithoutReduction,
-    Plan,
-    PlanOfManyRows,
-    RacingPlan,
-    batches,
-    build,
-    loss,
-)
+from plan import Plan, PlanOfManyRows, RacingPlan, batches, build, loss
 
 from lockstep.layouts import Layout, assert_same_as_unsharded
 from lockstep.layouts.strategies import layout_sizes
@@ -42,18 +33,6 @@ def test_corrupted(layout, faults):
 def test_killed(layout, faults):
     faults.kill(rank=1, before="all_reduce", nth=3)
     assert_same_as_unsharded(layout, build, Plan, batches(), loss)
-
-
-@ON_DP
-def test_compiled(layout, compiles):
-    assert_same_as_unsharded(layout, build, CompiledPlan, batches(), loss)
-    assert len(compiles.graphs) == 1
-    compiles.assert_none_recompiled()
-
-
-@ON_DP
-def test_compiled_without_reduction(layout):
-    assert_same_as_unsharded(layout, build, CompiledPlanWithoutReduction, batches(), loss)
 
 
 @pytest.mark.layouts(dp=(1, 2), tp=(1, 2), at_most=2)
