@@ -14,6 +14,8 @@ import torch
 from lockstep.layouts.layout import chunk
 from lockstep.recorders.tensors import named_tensors
 
+__tracebackhide__ = True
+
 Batch = Any
 """A tensor, or a mapping of tensors; those as long as the first along dim 0 have a row for each sequence."""
 KeepPart = Callable[[Batch, int, int], Batch]

@@ -14,10 +14,14 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from lockstep.recorders.collectives import Collective
 from lockstep.recorders.torch_internals import group_of
 
+__tracebackhide__ = True
+
 AXES = ("pp", "dp", "fsdp", "ep", "cp", "tp")
 """The axes that every layout has; those that a test does not name are of size 1."""
 DATA_AXES = ("dp", "dp_replicate", "fsdp", "dp_shard", "ep")
 """The axes along which ranks have different rows of a batch."""
+COPIES = "copies"
+"""The axis of ranks that a drawn layout leaves over: each copy of it computes the same."""
 
 
 class Layout:
@@ -29,6 +33,7 @@ class Layout:
     Attributes:
         sizes: all axes, the outermost first.
         name: the axes larger than 1, as in "dp2-tp2".
+        asked: axes of which a size, a coordinate, a group or a part was asked for.
 
     Args:
         sizes: as above; their product is the size of the world.
@@ -41,6 +46,7 @@ class Layout:
 
     def __init__(self, sizes: Mapping[str, int], device_type: str = "cpu", hosts: Sequence[str] = ()) -> None:
         self.sizes = {**sizes, **{axis: 1 for axis in AXES if axis not in sizes}}
+        self.asked: set[str] = set()
         self._hosts = hosts
         large = {axis: size for axis, size in sizes.items() if size > 1}
         self.name = "-".join(f"{axis}{size}" for axis, size in large.items()) or "one rank"
@@ -69,6 +75,7 @@ class Layout:
         """Return the size of an axis."""
         if axis not in self.sizes:
             raise KeyError(f"{axis!r}: this layout has the axes {', '.join(self.sizes)}")
+        self.asked.add(axis)
         return self.sizes[axis]
 
     def at(self, axis: str, rank: int | None = None) -> int:
@@ -124,6 +131,7 @@ class Layout:
         large = tuple(axis for axis in self._large if axis in axes)
         if unknown := [axis for axis in axes if axis not in self.sizes]:
             raise KeyError(f"{unknown[0]!r}: this layout has the axes {', '.join(self.sizes)}")
+        self.asked.update(axes)
         if not large:
             raise ValueError(
                 f"group({', '.join(map(repr, axes))}): of size 1 in {self.name}, where there is no group: "

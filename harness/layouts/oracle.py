@@ -19,7 +19,7 @@ from lockstep.assertions.agreement import gathered, largest
 from lockstep.assertions.parity import MakeOptimizer, sgd_with_momentum
 from lockstep.layouts.batches import Batch, KeepPart, part_of, refuse
 from lockstep.layouts.diagnosis import Failure, describe
-from lockstep.layouts.layout import DATA_AXES, Layout
+from lockstep.layouts.layout import COPIES, DATA_AXES, Layout
 from lockstep.layouts.moment import Held, Moment, is_wrong
 from lockstep.layouts.parting import Trace
 from lockstep.layouts.reference import (
@@ -35,7 +35,10 @@ from lockstep.layouts.reference import (
 )
 from lockstep.layouts.rounding import excess, in_dtype, model_in_dtype
 from lockstep.layouts.shards import ShardMap, region_of
+from lockstep.recorders import CollectivesLog
 from lockstep.recorders.tensors import local_part, short
+
+__tracebackhide__ = True
 
 _NEVER = 2**31
 
@@ -122,8 +125,9 @@ def assert_same_as_unsharded(
             factor or part that explains them, where there is one.
         ValueError: with these inputs a wrong plan could pass.
     """
-    __tracebackhide__ = True
     shards = shards or ShardMap()
+    if not isinstance(shards, ShardMap):
+        raise TypeError(f"shards is {type(shards).__name__}: give a ShardMap(...) of it")
     data = math.prod(layout.sizes.get(axis, 1) for axis in DATA_AXES)
     refuse(batches, microbatches, data)
     named = tuple((terms or {}).items())
@@ -146,6 +150,7 @@ def assert_same_as_unsharded(
         run.train(batches, microbatches, optimizer, trace)
         return run
 
+    layout.asked.clear()
     run = train(batches)
     if (wrong := run.first_wrong()) is not None:
         traced = None
@@ -154,9 +159,35 @@ def assert_same_as_unsharded(
                 train(batches[: wrong.step + 1], trace := Trace())
                 traced = trace.joined()
         run.fail(wrong, microbatches[wrong.step], traced)
+    _refuse_unused_axes(layout, lambda: train(batches))
     if dtype != torch.float64:
         train([in_dtype(each, dtype) for each in batches], dtype=dtype).assert_close()
     return run.notes
+
+
+def _refuse_unused_axes(layout: Layout, train: Callable[[], object]) -> None:
+    """Refuse an axis along which all ranks do the same: the layout says no more than one without it.
+
+    Raises:
+        ValueError: the plan has not asked for it, and in a second run no rank sends anything along it.
+    """
+    large = [axis for axis in layout.large if axis != COPIES]
+    if not (unused := _of_no_rank(large, [axis in layout.asked for axis in large])):
+        return
+    with CollectivesLog() as log:  # a plan may have groups of its own
+        train()
+    sent = {axis for key in layout.by_axes(log) for axis in key.split("-")}
+    for axis in _of_no_rank(unused, [axis in sent for axis in unused]):
+        raise ValueError(
+            f"the axis `{axis}` of {layout.name}: the plan does not ask for it, and sends nothing along it; "
+            "is it misspelt?"
+        )
+
+
+def _of_no_rank(axes: list[str], used: list[bool]) -> list[str]:
+    """Return the axes that are used on no rank."""
+    agreed = largest(torch.tensor(used, dtype=torch.int64), None).tolist() if axes else []
+    return [axis for axis, is_used in zip(axes, agreed, strict=True) if not is_used]
 
 
 def _refuse_rules(shards: ShardMap, reference: Reference) -> None:
@@ -233,7 +264,6 @@ class _ShardedRun:
         Raises:
             AssertionError: no rank has a parameter, or the loss.
         """
-        __tracebackhide__ = True
         wrong = (place for place, moment in enumerate(self.moments) if self._is_wrong(moment))
         first = next(wrong, _NEVER)
         has_loss = any(moment.loss is not None or moment.complaints for moment in self.moments)
@@ -251,7 +281,6 @@ class _ShardedRun:
 
     def assert_close(self) -> None:
         """Fail on every rank where a value is off by more than its dtype explains; float64 held."""
-        __tracebackhide__ = True
         found = gathered(excess(self.moments, self.reference, self.dtype)).values()
         first = min(found, key=lambda each: (each[0], -each[1]))
         if first[2]:
@@ -260,7 +289,6 @@ class _ShardedRun:
 
     def fail(self, wrong: Moment, microbatches: int, traced: tuple[Tensors, Tensors] | None) -> None:
         """Raise the report on a moment, the same on every rank."""
-        __tracebackhide__ = True
         moments, text = gathered(wrong), None
         traces = gathered(traced)
         if self.layout.rank == 0:
@@ -348,6 +376,9 @@ class _ShardedRun:
         if isinstance(value, torch.Tensor) and value.numel() != 1:
             moment.complaints.append(f"the {what} has the shape {list(value.shape)}: return one number")
             return None
+        if not isinstance(value, torch.Tensor | float | int | None):
+            moment.complaints.append(f"the {what} is {type(value).__name__}: return one number")
+            return None
         if isinstance(value, torch.Tensor) and value.dtype != self.dtype == torch.float64:
             moment.complaints.append(f"the {what} is {short(value.dtype)}: compute it in float64")
         return None if value is None else float(value.detach() if isinstance(value, torch.Tensor) else value)
@@ -359,7 +390,8 @@ class _ShardedRun:
                 True for _ in model.parameters()
             ):
                 moment.complaints.append(
-                    f"no parameter is {short(self.dtype)}: keep the dtype of the model given"
+                    f"no parameter is {short(self.dtype)}: the plan, or a constructor that it calls, changes "
+                    "the dtype of the model given"
                 )
             return
         for kind, named in (("parameter", model.named_parameters()), ("buffer", model.named_buffers())):

@@ -6,6 +6,7 @@ tokens a rank has, in which order: whole, cut along the last dim, or after a sum
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
@@ -23,6 +24,8 @@ from lockstep.recorders.tensors import local_part, named_tensors
 Rows = Mapping[int, torch.Tensor]
 """Rows of an output by rank."""
 SAME, DIFFERENT, UNKNOWN = "same", "different", "unknown"
+UNEVEN = "uneven"
+"""Status of an output of which ranks have rows of the unsharded one, but not each of them equally often."""
 _ROWS = 256
 """Number of rows of an output that are compared."""
 _SHORT_ROWS = 32
@@ -61,12 +64,17 @@ class Trace:
         return note
 
     def joined(self) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
-        """Return outputs and gradients, those of all calls in one tensor of rows."""
+        """Return outputs and gradients, those of all microbatches in one tensor of rows.
+
+        Modules are left out that a forward calls more often than most: their rows are of several places.
+        """
+        calls = Counter(len(each) for each in self.outputs.values())
+        usual = max(calls, key=lambda each: (calls[each], -each), default=0)
         outputs, gradients = (
             {
                 name: torch.cat(each)
                 for name, each in named.items()
-                if len({rows.shape[1] for rows in each}) == 1
+                if len({rows.shape[1] for rows in each}) == 1 and len(self.outputs[name]) <= usual
             }
             for named in (self.outputs, self.gradients)
         )
@@ -88,7 +96,7 @@ class Comparison:
     by_rank: Mapping[int, Mapping[str, torch.Tensor]]
 
     def status(self, name: str, scale: float = 1.0) -> str:
-        """Return SAME, DIFFERENT, UNKNOWN where shapes do not compare, or what it lacks: "a sum over tp"."""
+        """Return SAME, DIFFERENT, UNEVEN, UNKNOWN where shapes do not compare, or "a sum over tp"."""
         whole = self.whole[name]
         held = {rank: named[name] / scale for rank, named in self.by_rank.items() if name in named}
         if not held or not bool(whole.any()):
@@ -103,7 +111,7 @@ class Comparison:
     def _compare(self, whole: torch.Tensor, held: Rows, known: Rows) -> str:
         """Return the status of rows of which each rank should hold some of those that are known."""
         if all(_are_among(rows, known[rank]) for rank, rows in held.items()):
-            return SAME if _have_all(held, known) else DIFFERENT
+            return SAME if _have_all(held, known) else UNEVEN
         for axis in self.layout.large:
             groups = [
                 [held[each] for each in self.layout.members([axis], rank) if each in held] for rank in held
@@ -152,6 +160,9 @@ class Comparison:
 def describe_parting(outputs: Comparison, gradients: Comparison) -> str:
     """Return where the two runs part, "" if that cannot be said."""
     found = {name: outputs.status(name) for name in outputs.whole}
+    if next((each for each in found.values() if each != UNKNOWN), "") == UNEVEN:
+        return "first divergence: the rows of the batch, of which ranks read some more often than others"
+    found = {name: DIFFERENT if status == UNEVEN else status for name, status in found.items()}
     names = list(found)
     for place, name in enumerate(names):
         if found[name] == DIFFERENT:
@@ -167,8 +178,13 @@ def describe_parting(outputs: Comparison, gradients: Comparison) -> str:
         return ""
     scale = gradients.factor(order[0])
     of_gradients = {name: gradients.status(name, scale) for name in order}
+    of_gradients = {name: DIFFERENT if each == UNEVEN else each for name, each in of_gradients.items()}
+    if of_gradients[order[0]] == DIFFERENT:
+        return (
+            f"all outputs agree, the gradient of the last one ({_module(order[0])}) differs: look at the loss"
+        )
     if of_gradients[order[0]] != SAME:
-        return ""  # the loss itself weighs its parts in another way
+        return ""
     for place, (name, status) in enumerate(of_gradients.items()):
         if status != DIFFERENT and SAME in [of_gradients[each] for each in order[place + 1 :]]:
             continue  # a sum that is made later
@@ -196,13 +212,11 @@ def _are_among(rows: torch.Tensor, whole: torch.Tensor) -> bool:
     some = rows[:: max(1, len(rows) // _ROWS)]
     if not bool(torch.isfinite(some).all()):
         return False
-    # By matrix products it would be exact to 1e-8 only.
-    distances = torch.cdist(some, whole, p=float("inf"), compute_mode="donot_use_mm_for_euclid_dist")
-    return float(distances.amin(1).max()) <= CLOSE * float(whole.abs().max())
+    return float(_distances(some, whole).amin(1).max()) <= CLOSE * float(whole.abs().max())
 
 
 def _have_all(held: Rows, known: Rows) -> bool:
-    """Return whether the ranks that have the same columns have all rows of these."""
+    """Return whether the ranks that have the same columns have all rows of these, each equally often."""
     together: list[tuple[torch.Tensor, list[torch.Tensor]]] = []
     for rank, rows in held.items():
         for columns, found in together:
@@ -211,7 +225,20 @@ def _have_all(held: Rows, known: Rows) -> bool:
                 break
         else:
             together.append((known[rank], [rows]))
-    return all(_are_among(columns, torch.cat(found)) for columns, found in together)
+    return all(_are_as_often(torch.cat(found), columns) for columns, found in together)
+
+
+def _are_as_often(rows: torch.Tensor, whole: torch.Tensor) -> bool:
+    """Return whether rows are those of the unsharded tensor, each the same number of times."""
+    some = whole[:: max(1, len(whole) // _ROWS)]
+    allowed = CLOSE * float(whole.abs().max())
+    counts = [(_distances(some, each) <= allowed).sum(1) for each in (rows, whole)]
+    return bool((counts[0] * len(whole) == counts[1] * len(rows)).all())
+
+
+def _distances(some: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+    # By matrix products it would be exact to 1e-8 only.
+    return torch.cdist(some, rows, p=float("inf"), compute_mode="donot_use_mm_for_euclid_dist")
 
 
 def _are_within(rows: torch.Tensor, whole: torch.Tensor) -> bool:

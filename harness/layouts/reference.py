@@ -21,6 +21,8 @@ from lockstep.layouts.parting import Trace
 from lockstep.layouts.shards import ShardMap
 from lockstep.recorders.tensors import named_tensors, short
 
+__tracebackhide__ = True
+
 Loss = Callable[..., torch.Tensor]
 """The loss of a model on a batch; with a parameter `parts` it is given the microbatches of all ranks, too."""
 Tensors = dict[str, torch.Tensor]
@@ -67,7 +69,11 @@ class Task:
 
     def run(self, loss: Loss, model: nn.Module, step: int, batch: Batch) -> torch.Tensor:
         """Return the loss, or a term of it, of the batch of a step."""
-        return of_parts(loss, model, batch, *(self.cuts[step] if self.cuts else (1, 1)))
+        found = of_parts(loss, model, batch, *(self.cuts[step] if self.cuts else (1, 1)))
+        if not isinstance(found, torch.Tensor) or found.numel() != 1:
+            what = f"the shape {list(found.shape)}" if isinstance(found, torch.Tensor) else repr(found)
+            raise TypeError(f"loss(model, batch) returns {what}: return a tensor of one number")
+        return found
 
 
 def takes_parts(loss: Loss) -> bool:

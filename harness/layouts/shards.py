@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
+from typing import Any
 
 import torch
 from torch import nn
@@ -13,6 +14,8 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, distribute_ten
 from lockstep.layouts.layout import Layout, as_axes
 from lockstep.recorders.tensors import local_part
 from lockstep.recorders.torch_internals import COMPILED
+
+__tracebackhide__ = True
 
 PADDING = -1
 """Mark of an element, in a region, that belongs to no element of the unsharded tensor, and is zero."""
@@ -76,6 +79,17 @@ class ShardMap:
     rename: Callable[[str, Layout], str] | None = None
     gradients: Callable[[nn.Module], Mapping[str, torch.Tensor | None]] | None = None
 
+    def __post_init__(self) -> None:
+        """Refuse rules that are no cuts.
+
+        Raises:
+            TypeError: with the entry, and what to write.
+        """
+        for pattern, rule in self.rules.items():
+            cuts: Any = [rule] if isinstance(rule, Sharded) else rule
+            if not isinstance(cuts, tuple | list) or not all(isinstance(each, Sharded) for each in cuts):
+                raise TypeError(f"the shard map's entry {pattern!r} is {rule!r}: write Sharded('tp', dim=0)")
+
     def rule(self, name: str) -> tuple[Sharded, ...]:
         """Return the cuts of a parameter of the unsharded model."""
         for pattern, rule in self.rules.items():
@@ -95,6 +109,11 @@ class ShardMap:
         for cut in self.rule(name):
             if not -len(shape) <= cut.dim < len(shape):
                 raise ValueError(f"the shard map cuts dim {cut.dim} of `{name}`, which has {len(shape)} dims")
+            if unknown := [axis for axis in as_axes(cut.axes) if axis not in layout.sizes]:
+                raise ValueError(
+                    f"the shard map cuts `{name}` over {unknown[0]!r}: the layout has the axes "
+                    f"{', '.join(layout.sizes)}"
+                )
             if layout.part(cut.axes, rank)[1] == 1 and cut.rows is None:
                 continue
             try:

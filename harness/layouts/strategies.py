@@ -8,8 +8,7 @@ from collections.abc import Sequence
 
 from hypothesis import strategies as st
 
-COPIES = "copies"
-"""The axis of the ranks that a drawn layout leaves over: each copy of it computes the same."""
+from lockstep.layouts.layout import COPIES
 
 
 def layout_sizes(ranks: int, **axes: Sequence[int]) -> st.SearchStrategy[dict[str, int]]:

@@ -84,12 +84,16 @@ def parse_mark(args: tuple[Any, ...], options: Mapping[str, Any], added: Collect
     for name, sizes in axes.items():
         are_sizes = isinstance(sizes, tuple | list) and bool(sizes) and all(map(is_whole, sizes))
         if not are_sizes or min(sizes) < 1 or len(set(sizes)) < len(sizes):
-            raise MarkError(f"layouts({name}={shown(sizes)}): sizes of an axis are whole numbers: {example}")
+            raise MarkError(
+                f"layouts({name}={shown(sizes)}): no option of this name, nor sizes of an axis, which are "
+                f"several whole numbers: {example}"
+            )
         if not _AXIS.fullmatch(name):
             raise MarkError(f"layouts({name}=...): an axis is a word of lower-case letters: {example}")
     layouts = _layouts(axes, at_most)
     if not layouts:
-        raise MarkError(f"layouts({', '.join(axes)}): no layout of 2 to {at_most} ranks: {example}")
+        given = ", ".join(f"{name}={shown(sizes)}" for name, sizes in axes.items())
+        raise MarkError(f"layouts({given}): no layout has 2 to at_most={at_most} ranks: {example}")
     if both:
         layouts += tuple(replace(each, again=True) for each in reversed(layouts))
     # Ids of items name one rank of a fake world alone: it is the first one of each layout.

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from lockstep.features.layouts.mark import MarkError, contains, parse_mark
@@ -153,12 +154,59 @@ def test_what_is_no_trainer_is_refused(layout: Layout) -> None:
         assert_same_as_unsharded(layout, build, lambda model, layout: (model, layout), BATCHES, loss)
 
 
+@pytest.mark.layouts(ddp=(1, 2))
+def test_an_axis_that_the_plan_does_not_use_is_refused(layout: Layout) -> None:
+    with pytest.raises(
+        ValueError, match="axis `ddp` of ddp2: the plan does not ask for it, and sends nothing"
+    ):
+        assert_same_as_unsharded(layout, build, Plan, BATCHES, loss)
+
+
+@pytest.mark.layouts(replicas=(1, 2))
+def test_an_axis_of_groups_of_the_plans_own_is_used(layout: Layout) -> None:
+    class Reduced(Plan):
+        def __call__(self, batch: dict[str, torch.Tensor], microbatches: int) -> Any:
+            total = super().__call__(batch, microbatches)
+            dist.all_reduce(total)
+            return total / 2
+
+    assert assert_same_as_unsharded(layout, build, Reduced, BATCHES, loss) == []
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"shards": {"up.*": Sharded("tp")}}, r"shards is dict: give a ShardMap\(...\) of it"),
+        (
+            {"loss": lambda model, batch: None},
+            r"loss\(model, batch\) returns None: return a tensor of one number",
+        ),
+        (
+            {"loss": lambda model, batch: model(batch["tokens"])},
+            r"returns the shape \[24, 16, 32\]: return a",
+        ),
+    ],
+    ids=["shards", "none", "logits"],
+)
+@pytest.mark.layouts(dp=(1, 2))
+def test_arguments_of_other_types_are_refused(layout: Layout, arguments: Any, message: str) -> None:
+    with pytest.raises(TypeError, match=message):
+        assert_same_as_unsharded(layout, build, Plan, BATCHES, **{"loss": loss, **arguments})
+
+
+def test_an_entry_of_a_shard_map_is_a_cut() -> None:
+    with pytest.raises(
+        TypeError, match=r"the shard map's entry 'up.\*' is 'tp': write Sharded\('tp', dim=0\)"
+    ):
+        ShardMap({"up.*": "tp"})  # type: ignore[dict-item]
+
+
 class WithoutLoss(Plan):
     """A plan that returns something else than a loss."""
 
     def __call__(self, batch: dict[str, torch.Tensor], microbatches: int) -> Any:
         total = super().__call__(batch, microbatches)
-        return None if self.bug == "none" else total.expand(2)
+        return {"none": None, "two": total.expand(2), "named": {"loss": total}}[self.bug]
 
 
 @pytest.mark.parametrize(
@@ -166,6 +214,7 @@ class WithoutLoss(Plan):
     [
         ("none", "dp2 is not the unsharded model: the trainer returns the loss on no rank"),
         ("two", r"the loss has the shape \[2\]: return one number \(ranks 0, 1\)"),
+        ("named", r"the loss is dict: return one number \(ranks 0, 1\)"),
     ],
 )
 @pytest.mark.layouts(dp=(1, 2))
@@ -202,9 +251,13 @@ def test_a_plan_with_a_float32_parameter_is_refused(layout: Layout) -> None:
             ShardMap(SHARDS.rules, rename=lambda name, _: f"x.{name}"),
             "`embed.weight` is `x.embed.weight` by the",
         ),
+        (
+            ShardMap({**SHARDS.rules, "up.*": Sharded("tq")}),
+            "the shard map cuts `up.weight` over 'tq': the layout has the axes tp, pp, dp",
+        ),
         (ShardMap({"up.*": Sharded("tp")}), r"`qkv.weight` has the shape \[12, 8\], its part \[24, 8\]"),
     ],
-    ids=["dim", "parts", "names", "cut"],
+    ids=["dim", "parts", "names", "axis", "cut"],
 )
 @pytest.mark.layouts(tp=(1, 2))
 def test_a_shard_map_that_does_not_fit_is_refused(layout: Layout, shards: ShardMap, message: str) -> None:
@@ -221,13 +274,17 @@ def test_a_shard_map_that_does_not_fit_is_refused(layout: Layout, shards: ShardM
     ("args", "options", "message"),
     [
         (((1, 2),), {}, r"layouts\(\(1, 2\)\): axes have names: write layouts\(dp="),
-        ((), {}, r"layouts\(\): no layout of 2 to 8 ranks"),
-        ((), {"dp": 2}, r"layouts\(dp=2\): sizes of an axis are whole numbers"),
-        ((), {"dp": (0, 2)}, r"layouts\(dp=\(0, 2\)\): sizes"),
-        ((), {"dp": (2, 2)}, r"layouts\(dp=\(2, 2\)\): sizes"),
+        ((), {}, r"layouts\(\): no layout has 2 to at_most=8 ranks"),
+        (
+            (),
+            {"dp": 2},
+            r"layouts\(dp=2\): no option of this name, nor sizes of an axis, which are several whole",
+        ),
+        ((), {"dp": (0, 2)}, r"layouts\(dp=\(0, 2\)\): no option"),
+        ((), {"dp": (2, 2)}, r"layouts\(dp=\(2, 2\)\): no option"),
         ((), {"DP": (1, 2)}, r"layouts\(DP=\.\.\.\): an axis is a word"),
         ((), {"dp": (1, 2), "at_most": 1}, r"layouts\(at_most=1\): a number of ranks from 2 to"),
-        ((), {"dp": (16,)}, r"layouts\(dp\): no layout of 2 to 8 ranks"),
+        ((), {"dp": (16,)}, r"layouts\(dp=\(16,\)\): no layout has 2 to at_most=8 ranks"),
     ],
 )
 def test_a_mark_that_asks_for_no_layout_is_refused(args: Any, options: Any, message: str) -> None:

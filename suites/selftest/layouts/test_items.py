@@ -106,7 +106,8 @@ WRONG = {
     ),
     "sizes": (
         "@pytest.mark.layouts(dp=2)\ndef test_x(layout):\n    pass\n",
-        "layouts(dp=2): sizes of an axis are whole numbers: write layouts(dp=(1, 2), tp=(1, 2), at_most=8)",
+        "layouts(dp=2): no option of this name, nor sizes of an axis, which are several whole numbers: "
+        "write layouts(dp=(1, 2), tp=(1, 2), at_most=8)",
     ),
 }
 

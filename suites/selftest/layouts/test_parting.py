@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import pytest
 import torch
+from torch import nn
 
 from lockstep.layouts import Layout, Sharded, ShardMap
-from lockstep.layouts.parting import DIFFERENT, SAME, UNKNOWN, Comparison, describe_parting
+from lockstep.layouts.parting import DIFFERENT, SAME, UNEVEN, UNKNOWN, Comparison, Trace, describe_parting
 
 WHOLE = torch.randn(24, 8, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
 
@@ -32,7 +33,37 @@ def test_columns_are_those_of_the_axis_that_cuts_them(layout: Layout) -> None:
 @pytest.mark.layouts(dp=(2,), tp=(2,))
 def test_ranks_with_the_same_columns_have_all_rows(layout: Layout) -> None:
     of_dp_0 = {rank: WHOLE.chunk(2)[0].chunk(2, 1)[layout.at("tp", rank)] for rank in range(4)}
-    assert compare(layout, up=of_dp_0).status("up") == DIFFERENT
+    assert compare(layout, up=of_dp_0).status("up") == UNEVEN
+
+
+@pytest.mark.layouts(dp=(2,), tp=(2,))
+@pytest.mark.parametrize(
+    ("first", "second"), [(13, 12), (12, 13), (11, 12)], ids=["twice", "lost", "dropped"]
+)
+def test_rows_that_ranks_read_twice_or_never_are_told(layout: Layout, first: int, second: int) -> None:
+    read = {rank: WHOLE[second:] if layout.at("dp", rank) else WHOLE[:first] for rank in range(4)}
+    found = compare(layout, embed=read, head={rank: each + 1 for rank, each in read.items()})
+    text = "first divergence: the rows of the batch, of which ranks read some more often than others"
+    assert describe_parting(found, found) == text
+
+
+@pytest.mark.layouts(dp=(2,), tp=(2,))
+def test_a_loss_that_goes_wrong_itself_is_told(layout: Layout) -> None:
+    right = {rank: rows(layout, rank) for rank in range(4)}
+    wrong = {rank: each + 1 for rank, each in right.items()}
+    outputs, gradients = compare(layout, embed=right, head=right), compare(layout, embed=wrong, head=wrong)
+    text = "all outputs agree, the gradient of the last one (`head`) differs: look at the loss"
+    assert describe_parting(outputs, gradients) == text
+
+
+def test_modules_that_a_forward_calls_several_times_are_left_out() -> None:
+    act = nn.Tanh()
+    model = nn.Sequential(nn.Linear(2, 2), act, nn.Linear(2, 2), act)
+    trace = Trace()
+    with trace.record(model):
+        for _ in range(3):
+            model(torch.ones(4, 2)).sum().backward()
+    assert [list(each) for each in trace.joined()] == [["0", "2", ""], ["2", "0"]]
 
 
 @pytest.mark.layouts(dp=(2,), tp=(2,))
