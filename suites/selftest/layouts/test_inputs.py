@@ -183,7 +183,7 @@ def test_an_axis_of_groups_of_the_plans_own_is_used(layout: Layout) -> None:
         ),
         (
             {"loss": lambda model, batch: model(batch["tokens"])},
-            r"returns the shape \[24, 16, 32\]: return a",
+            r"returns the shape \[24, 16, 17\]: return a",
         ),
     ],
     ids=["shards", "none", "logits"],

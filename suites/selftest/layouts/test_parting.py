@@ -63,7 +63,7 @@ def test_modules_that_a_forward_calls_several_times_are_left_out() -> None:
     with trace.record(model):
         for _ in range(3):
             model(torch.ones(4, 2)).sum().backward()
-    assert [list(each) for each in trace.joined()] == [["0", "2", ""], ["2", "0"]]
+    assert [list(each) for each in trace.joined()] == [["0", "2", ""]] * 2
 
 
 @pytest.mark.layouts(dp=(2,), tp=(2,))
