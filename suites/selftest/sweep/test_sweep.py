@@ -12,7 +12,7 @@ from suites.selftest.project import PROJECTS, WITHOUT_PLUGINS, Run, copy_project
 
 PROJECT = "sweep"
 OPTIONS = ("--sweep-points=14", "--timeline=pages")
-INI = "ranks_preload ="
+INI = ""
 ENVIRON = {"COLUMNS": "200"}
 FILES = PROJECTS / "sweep"
 
@@ -129,7 +129,6 @@ def test_the_page_of_a_timeline_has_each_point(run: Run) -> None:
 
 def test_workers_divide_the_points(run: Run, tmp_path: Path) -> None:
     path = copy_project(PROJECT, tmp_path)
-    (path / "pytest.ini").write_text(f"[pytest]\n{INI}\n")
     plugins = WITHOUT_PLUGINS | {"PYTEST_PLUGINS": "lockstep.plugin,xdist.plugin"}
     divided = run_pytest(path, "test_savers.py", "-k", "divided", "-n2", "--sweep-points=all", **plugins)
     assert divided.count() == "2 passed", divided.output
