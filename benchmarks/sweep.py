@@ -3,10 +3,10 @@
     python benchmarks/sweep.py [--saves 7] [--only KIND] [--json FILE] [--check]
 
 The saver is the model of the self-tests, of 40 lines: each of two ranks writes its part aside, syncs and
-renames it, and rank 0 writes the marker once all have. One pytest process runs a sweep for each kind, with
-all points that it has. Seconds are from the start of the test to its report; those of the processors are
-user and system time of pytest, of the server and of all ranks. What other processes take is in the seconds,
-and hardly in those of the processors.
+renames it, and rank 0 writes the marker once all have. One pytest process runs a sweep for each kind that is
+on by default, with all points that it has. Seconds are from the start of the test to its report; those of
+the processors are user and system time of pytest, of the server and of all ranks. What other processes take
+is in the seconds, and hardly in those of the processors.
 """
 
 from __future__ import annotations
@@ -35,14 +35,14 @@ TESTS = Template(
     """
 import pytest
 import saver
-from lockstep.features.sweep.points import KINDS
+from lockstep.features.sweep.points import DEFAULT_KINDS
 
 @pytest.mark.ranks(2)
 def test_first(world):
     pass  # the start of the server and of the first world does not count
 
 @pytest.mark.ranks(2)
-@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != "order"])
+@pytest.mark.parametrize("kind", [kind for kind in DEFAULT_KINDS if kind != "order"])
 def test_sweep(world, sweep, kind):
     folder = world.shared_tmp_path / "files"
     folder.mkdir(exist_ok=True)

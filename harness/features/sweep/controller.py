@@ -90,14 +90,12 @@ class Progress:
         self.plan: Plan | None = None if resume is None else resume.plan
         self.results: list[Result] = [] if resume is None else [*resume.results]
         self.is_over = False
-        pending = None if resume is None else resume.pending
-        self._before = "" if pending is None else pending.problem
-        """Description of how the function has ended the world before, where the claim alone runs."""
+        self._pending = None if resume is None else resume.pending
         self._index = -1
         self._runs = self._claims = False
         self._ran: dict[int, Ran] = {}
         self._killed: set[int] = set()
-        self._hang = ""
+        self._hang = self._hang_of_claim = ""
         self.folders: tuple[tuple[str, ...], ...] = ()
 
     @property
@@ -141,10 +139,12 @@ class Progress:
         assert self.plan is not None
         if not begins.only_claims and time.time() >= self.plan.until:
             return False
-        self._index, self._hang, self._killed, self._ran = begins.index, "", set(), {}
+        self._index, self._killed, self._ran = begins.index, set(), {}
+        self._hang = self._hang_of_claim = ""
         self._runs, self._claims = not begins.only_claims, begins.only_claims
-        self._before = self._before if begins.only_claims else ""
         if begins.only_claims:
+            assert self._pending is not None
+            self._hang = self._pending.problem
             # Killed ranks have said nothing, and that is how the fault is known to have struck.
             self._ran = {self.point.rank: Ran(has_struck=True)}
         self._limit(run)
@@ -156,10 +156,11 @@ class Progress:
 
     def _judge(self, claimed: dict[int, Claimed]) -> Result:
         ran = self._ran.get(self.point.rank)
-        problem = self._before or self._hang
-        claim = f"the claim failed: {_cause(claimed)}" if any(each.error for each in claimed.values()) else ""
-        if problem:
-            problem += f"; then {claim or 'the claim held'}"
+        claim = self._hang_of_claim
+        if not claim and any(each.error for each in claimed.values()):
+            claim = f"the claim failed: {_cause(claimed)}"
+        if self._hang:
+            problem = f"{self._hang}; then {claim or 'the claim held'}"
         elif self.point.kind in HARMLESS and any(each.error for each in self._ran.values()):
             problem = f"the function failed, though nothing is broken: {_cause(self._ran)}"
         else:
@@ -186,8 +187,10 @@ class Progress:
                 run.send(outcome.rank, Part(FEATURE, Lost(lost)))
 
     def note_standstill(self, found: Diagnosis) -> None:
-        if found.is_hopeless and (self._runs or self._claims):
-            self._hang = f"{'a hang' if self._runs else 'the claim hung'}: {self._worded(found.sentence)}"
+        if found.is_hopeless and self._runs:
+            self._hang = f"a hang: {self._worded(found.sentence)}"
+        elif found.is_hopeless and self._claims:
+            self._hang_of_claim = f"the claim hung: {self._worded(found.sentence)}"
 
     def _worded(self, text: str) -> str:
         """Return words of a diagnosis, where a point is no subtest."""
@@ -205,7 +208,7 @@ class Progress:
         problem = self._problem(outcome)
         pending = None
         if problem and self._claims:
-            before = f"{self._before}; then " if self._before else ""
+            before = f"{self._hang}; then " if self._hang else ""
             has_struck = bool(self._killed) or self.point.kind not in KILLS
             self.results.append(Result(self.point, before + problem, has_struck, reads=True))
         else:
@@ -219,8 +222,9 @@ class Progress:
         for rank in outcome.ranks:
             if isinstance(rank.fate, Died) and rank.rank not in self._killed:
                 return f"{what}rank {rank.rank} {rank.fate.how}"
-        if self._hang or not stuck:
-            return self._hang
+        hang = self._hang if self._runs else self._hang_of_claim
+        if hang or not stuck:
+            return hang
         if outcome.diagnosis is not None:
             return f"{what}a hang: {self._worded(outcome.diagnosis.sentence)}"
         assert self.plan is not None

@@ -189,7 +189,7 @@ class RankSweep:
             touched=frozenset(recording.touched),
             appeared=recording.appeared,
             kinds=kinds,
-            seconds=ran - begun,
+            seconds=ran - begun - recording.seconds_of_looks,
             claim_seconds=time.monotonic() - ran,
             reads=self._striker.has_read,
             part=part,

@@ -39,6 +39,8 @@ class Recording:
     touched: set[str] = field(default_factory=set)
     appeared: dict[int, frozenset[str]] = field(default_factory=dict)
     contents: Contents = field(default_factory=dict)
+    seconds_of_looks: float = 0.0
+    """Time in which the files were looked at, which is none of the function's."""
 
     def contended(self) -> tuple[Spot, ...]:
         """Return the moments, with those marked at which two threads use one group."""
@@ -223,7 +225,9 @@ class Striker:
             text += f"; after {self._after}"
         if op in FILE_OPS:
             self._after = text.partition(" at ")[0]
-        recording, now = self._recording, self._look()
+        recording, begun = self._recording, time.monotonic()
+        now = self._look()
+        recording.seconds_of_looks += time.monotonic() - begun
         if changed := {path for path, each in now.items() if recording.contents.get(path) != each}:
             recording.appeared[place] = frozenset(changed)
         recording.contents = now

@@ -38,12 +38,14 @@ class Log:
         self.ops: list[str] = []
         self.read: set[str] = set()
         self.refused = ""
+        self.takes_half = True
         self.hidden: set[str] = set()
 
     def before(self, op: str, path: str, half: Callable[[], object] = lambda: None) -> None:
         self.ops.append(f"{op} {os.path.basename(path)}")
         if op == self.refused:
-            half()
+            if self.takes_half:
+                half()
             raise OSError(errno.ENOSPC, "full")
 
     def after(self, op: str, path: str, target: str) -> None:
@@ -137,6 +139,15 @@ def test_the_writer_in_cpp_of_torch_save_is_seen(tmp_path: Path, log: Log) -> No
         torch.save(state, path)
     gc.collect()  # the destructor of the writer writes nothing more
     assert path.read_bytes() == whole[: len(whole) // 2]
+
+
+def test_the_writer_in_cpp_ends_no_file_that_it_was_refused(tmp_path: Path, log: Log) -> None:
+    path, log.refused, log.takes_half = tmp_path / "state.pt", "write", False
+    with FileCalls([str(tmp_path)], log).installed(), pytest.raises(OSError, match="full"):
+        torch.save(torch.arange(1000), path)
+    gc.collect()
+    assert b"PK\x03\x04" in path.read_bytes()  # of a record; the directory at the end is missing
+    assert b"PK\x01\x02" not in path.read_bytes()
 
 
 def test_hidden_files_are_not_there_for_any_function(tmp_path: Path, log: Log) -> None:

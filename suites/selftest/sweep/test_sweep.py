@@ -12,7 +12,7 @@ from suites.selftest.project import PROJECTS, WITHOUT_PLUGINS, Run, copy_project
 
 PROJECT = "sweep"
 OPTIONS = ("--sweep-points=14", "--timeline=pages")
-INI = "ranks_preload ="
+INI = ""
 ENVIRON = {"COLUMNS": "200"}
 FILES = PROJECTS / "sweep"
 
@@ -105,6 +105,12 @@ def test_a_rank_that_dies_in_the_claim_is_named(run: Run) -> None:
     assert "in the claim, rank 1 exited with code 3" in run.failure("test_rank_dies_in_the_claim")
 
 
+def test_a_claim_that_hangs_fails_its_point_alone(run: Run) -> None:
+    text = run.failure("test_claim_hangs")
+    assert "1 of 4 points does not hold" in text
+    assert "\nthe claim hung: rank 0 waits in barrier #" in text
+
+
 def test_directories_may_be_each_ranks_own(run: Run) -> None:
     assert run.outcome("test_own_folders_and_torch_save") == "passed", run.output
     assert summary(run, "test_own_folders_and_torch_save") == "8 of 8 points held: torn 2, full 6"
@@ -129,7 +135,6 @@ def test_the_page_of_a_timeline_has_each_point(run: Run) -> None:
 
 def test_workers_divide_the_points(run: Run, tmp_path: Path) -> None:
     path = copy_project(PROJECT, tmp_path)
-    (path / "pytest.ini").write_text(f"[pytest]\n{INI}\n")
     plugins = WITHOUT_PLUGINS | {"PYTEST_PLUGINS": "lockstep.plugin,xdist.plugin"}
     divided = run_pytest(path, "test_savers.py", "-k", "divided", "-n2", "--sweep-points=all", **plugins)
     assert divided.count() == "2 passed", divided.output

@@ -174,6 +174,15 @@ def test_rank_dies_in_the_claim(world, sweep, folder):
     sweep(dist.barrier, then=claim, files=folder, kinds=["delay"])
 
 
+def test_claim_hangs(world, sweep, folder):
+    def claim(crash):
+        names(folder)
+        if crash.point == "delay rank 1 end 1" and world.rank == 0:
+            dist.barrier()
+
+    sweep(dist.barrier, then=claim, files=folder, kinds=["delay"])
+
+
 def test_own_folders_and_torch_save(world, sweep, tmp_path):
     def save():
         torch.save(torch.ones(1), str(tmp_path / "state.pt"))
