@@ -40,7 +40,7 @@ def test_ranks_with_the_same_columns_have_all_rows(layout: Layout) -> None:
 @pytest.mark.parametrize(
     ("first", "second"), [(13, 12), (12, 13), (11, 12)], ids=["twice", "lost", "dropped"]
 )
-def test_rows_that_ranks_read_twice_or_never_are_told(layout: Layout, first: int, second: int) -> None:
+def test_rows_that_ranks_read_twice_or_never_are_named(layout: Layout, first: int, second: int) -> None:
     read = {rank: WHOLE[second:] if layout.at("dp", rank) else WHOLE[:first] for rank in range(4)}
     found = compare(layout, embed=read, head={rank: each + 1 for rank, each in read.items()})
     text = "first divergence: the rows of the batch, of which ranks read some more often than others"
@@ -48,7 +48,7 @@ def test_rows_that_ranks_read_twice_or_never_are_told(layout: Layout, first: int
 
 
 @pytest.mark.layouts(dp=(2,), tp=(2,))
-def test_a_loss_that_goes_wrong_itself_is_told(layout: Layout) -> None:
+def test_a_loss_that_goes_wrong_itself_is_named(layout: Layout) -> None:
     right = {rank: rows(layout, rank) for rank in range(4)}
     wrong = {rank: each + 1 for rank, each in right.items()}
     outputs, gradients = compare(layout, embed=right, head=right), compare(layout, embed=wrong, head=wrong)
