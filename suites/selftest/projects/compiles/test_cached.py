@@ -54,7 +54,7 @@ def test_inductor(compiles, world):
 
 
 def test_after_inductor(world):
-    """What inductor sets in a process is as it was before, and its threads have a name."""
+    """Inductor leaves the process as it was before, and its threads have a name."""
     assert "torch._inductor.async_compile" in sys.modules  # the process is the same
     assert sys.getrecursionlimit() == LIMIT
     assert {name for name in os.environ if "INDUCTOR" in name} == VARIABLES
