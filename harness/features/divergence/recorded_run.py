@@ -64,13 +64,13 @@ def run_recorded(
     else:
         note = _explain(outcome, recorded, case)
         if note == _AGREES_UNCOMPILED:
-            note += _look_at_graphs(_order_of_case(order, item, case, COMPILED), run)
+            note += look_at_graphs(_order_of_case(order, item, case, COMPILED), run)
     if note:
         outcome.parts[FEATURE] = {case: note}
     return outcome
 
 
-def _look_at_graphs(order: RunItem, run: Callable[[RunItem], ItemOutcome]) -> str:
+def look_at_graphs(order: RunItem, run: Callable[[RunItem], ItemOutcome]) -> str:
     """Run the test a third time, in which ranks compare compiled graphs; return the end of the note."""
     from lockstep.features.compiles.finding import described
 
@@ -82,7 +82,7 @@ def _look_at_graphs(order: RunItem, run: Callable[[RunItem], ItemOutcome]) -> st
         return ", and so did a third run, compiled: the difference does not come every time"
     if findings := outcome.parts.get(FINDINGS):
         return f": {_IN_COMPILED_CODE} {described(findings)}"
-    return f": {_NOT_COMPARED}{'was too slow' if outcome.timed_out else 'compiled no graph'}"
+    return f": {_NOT_COMPARED}{'was too slow' if outcome.timed_out else 'compared no graph'}"
 
 
 def _order_of_case(order: RunItem, item: pytest.Item, case: str, feature: str) -> RunItem:

@@ -2,8 +2,15 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
+from lockstep.exceptions import WorldError
+from lockstep.features.compiles import FINDINGS
+from lockstep.features.compiles.finding import Finding, described
+from lockstep.features.divergence.recorded_run import look_at_graphs
+from lockstep.world.outcome import ItemOutcome, RankOutcome
 from suites.selftest.project import Run
 
 PROJECT = "compiles"
@@ -58,3 +65,56 @@ def test_of_several_cases_the_one_that_failed_is_looked_at(run: Run) -> None:
     assert look(run, "test_cases").startswith(
         "eager agrees: the difference comes with wrong, in module `blocks.2`\n"
     )
+
+
+def test_a_difference_of_one_rank_names_that() -> None:
+    found = Finding(2, "inductor", "blocks.0", ("the output: differs",))
+    text = (
+        "inductor, in module `blocks.0`\n  on rank 1, at call 2 of a compiled graph:\n    the output: differs"
+    )
+    assert described({0: Finding(backend="inductor"), 1: found}) == text
+
+
+def test_a_graph_that_does_not_run_again_is_the_reason() -> None:
+    why = "a graph did not run on copies of its inputs: RuntimeError: no"
+    assert described({0: Finding(backend="inductor", unknown=why)}) == (
+        f"inductor; in which module is not known: {why}"
+    )
+
+
+UNKNOWN = ": the difference comes with torch.compile; in which module is not known: a third run, compiled, "
+
+
+@pytest.mark.parametrize(
+    ("timed_out", "findings", "text"),
+    [
+        (True, {}, f"{UNKNOWN}was too slow"),
+        (False, {}, f"{UNKNOWN}compared no graph"),
+        (
+            True,
+            {0: Finding(1, "x", "a")},
+            ": the difference comes with x, in module `a`\n  on rank 0, at call 1",
+        ),
+    ],
+)
+def test_a_third_run_names_what_it_found_or_why_not(
+    timed_out: bool, findings: dict[int, Finding], text: str
+) -> None:
+    parts = {FINDINGS: findings} if findings else {}
+    outcome = ItemOutcome((RankOutcome(0),), 1.0, timed_out, 1.0, parts=parts)
+    order: Any = None
+    assert look_at_graphs(order, lambda _: outcome).startswith(text)
+
+
+def test_a_third_run_that_cannot_start_says_so() -> None:
+    def run(_: object) -> ItemOutcome:
+        raise WorldError("no room")
+
+    order: Any = None
+    assert look_at_graphs(order, run) == f"{UNKNOWN}could not start: no room"
+
+
+def test_a_third_run_that_passes_says_so() -> None:
+    order: Any = None
+    text = look_at_graphs(order, lambda _: ItemOutcome((), 1.0, timed_out=False, seconds=1.0))
+    assert text == ", and so did a third run, compiled: the difference does not come every time"

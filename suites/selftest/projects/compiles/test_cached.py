@@ -1,6 +1,8 @@
 """Directories of compile caches, and code of inductor that is kept in them."""
 
 import os
+import sys
+import threading
 import time
 from pathlib import Path
 
@@ -9,6 +11,8 @@ import torch
 
 pytestmark = pytest.mark.ranks(2)
 HERE = Path(__file__).parent
+LIMIT = sys.getrecursionlimit()
+VARIABLES = {name for name in os.environ if "INDUCTOR" in name}
 
 
 def note(world, test, text):
@@ -47,3 +51,17 @@ def test_inductor(compiles, world):
     torch.compile(kept)(x).backward()
     torch.testing.assert_close(x.grad, torch.ones(4).cos() * 2)
     note(world, "inductor", f"{compiles.cache_hits} {compiles.cache_misses} {directory()}")
+
+
+def test_after_inductor(world):
+    """Inductor leaves the process as it was before, and its threads have a name."""
+    assert "torch._inductor.async_compile" in sys.modules  # the process is the same
+    assert sys.getrecursionlimit() == LIMIT
+    assert {name for name in os.environ if "INDUCTOR" in name} == VARIABLES
+    names = {thread.name.partition("_")[0] for thread in threading.enumerate()}
+    assert not {name for name in names if name.startswith(("ThreadPoolExecutor", "Thread-"))}, names
+
+
+@pytest.mark.ranks(2, backend="fake")
+def test_nothing_is_kept_of_a_fake_world(world):
+    assert os.environ["TORCHINDUCTOR_FORCE_DISABLE_CACHES"] == "1"

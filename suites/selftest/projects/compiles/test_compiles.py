@@ -70,6 +70,31 @@ def test_a_recompilation_in_each_step(compiles):
     compiles.assert_none_recompiled()
 
 
+def test_few_shapes(compiles):
+    """The second shape makes the dimension dynamic; no other is compiled again."""
+    compiled = torch.compile(Doubled(), backend="eager")
+    for rows in (2, 3, 8, 5):
+        compiled(torch.ones(rows, 4))
+    assert len(compiles.graphs) == 2
+
+
+def test_a_dynamic_dimension(compiles):
+    compiled = torch.compile(Doubled(), backend="eager")
+    for rows in (2, 3, 64, 5):
+        batch = torch.ones(rows, 4)
+        torch._dynamo.mark_dynamic(batch, 0)
+        compiled(batch)
+    assert len(compiles.graphs) == 1
+
+
+def test_many_shapes(compiles):
+    """Numbers of dimensions, and sizes of 1, are compiled each, up to torch's limit of eight."""
+    compiled = torch.compile(Doubled(), backend="eager")
+    for dims in range(1, 12):
+        compiled(torch.ones((2,) * dims))
+    assert len(compiles.graphs) == torch._dynamo.config.recompile_limit == 8
+
+
 def test_something_new(compiles):
     compiled = torch.compile(Doubled(), backend="eager", dynamic=False)
     compiled(torch.ones(2))
