@@ -86,13 +86,20 @@ def adoption(project: Configuration) -> Finding:
         what = f"unknown kind {unknown[0]!r} in ranks_adopt"
         remedy = f"choose among {', '.join(_ADOPTED)}"
         return problem("adoption", what, "pytest refuses to start", remedy)
-    if "spawn" in kinds and project.options.get("ranks_start_method") == "spawn":
-        what = f"{', '.join(kinds)}, with ranks_start_method = spawn"
-        why = "there is no server: each process that a test starts is a new interpreter, as without adoption"
-        return note("adoption", what, why, "take ranks_start_method out")
+    if "spawn" in kinds and (setting := _without_server(project)):
+        what = f"{', '.join(kinds)}, with {setting}"
+        why = "no server is on this machine: processes of tests are new interpreters, as without adoption"
+        return note("adoption", what, why, f"take {setting} out for tests that spawn")
     if not kinds:
         return ok("adoption", "none: set ranks_adopt where tests start their own processes")
     return ok("adoption", "; ".join(f"{kind}: {_ADOPTED[kind]}" for kind in kinds))
+
+
+def _without_server(project: Configuration) -> str:
+    """Return the setting under which ranks are not forked from a server of this machine; "" for none."""
+    if project.options.get("ranks_start_method") == "spawn":
+        return "ranks_start_method = spawn"
+    return "--hosts in addopts" if re.search(r"--(ranks-)?hosts\b", project.addopts) else ""
 
 
 def _adopted_kinds(project: Configuration) -> list[str]:

@@ -318,6 +318,7 @@ def test_spawned_ranks(tmp_path: Path) -> None:
         ("addopts = -q --ranks-adopt spawn,deepspeed", "ok", "spawn: plain calls of spawn run on ranks"),
         ("ranks_adopt = spwan", "problem", "unknown kind 'spwan'"),
         ("ranks_adopt = spawn\nranks_start_method = spawn", "note", "spawn, with ranks_start_method = spawn"),
+        ("ranks_adopt = spawn\naddopts = --hosts 2", "note", "spawn, with --hosts in addopts"),
     ],
 )
 def test_adopted_kinds(ini: str, level: str, said: str, tmp_path: Path) -> None:
