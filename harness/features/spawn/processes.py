@@ -154,7 +154,7 @@ class TestProcesses:
         statuses = {each.rank: each.fate.status for each in ranks if isinstance(each.fate, Stuck)}
         outcome = ItemOutcome(
             ranks,
-            timeout=round(seconds),
+            timeout=round(seconds, 1),
             timed_out=True,
             seconds=seconds,
             diagnosis=diagnose(statuses),
