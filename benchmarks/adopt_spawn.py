@@ -1,6 +1,6 @@
 """Faults of spawned functions, under torch's own `spawn` and adopted, in turns: verdicts and seconds.
 
-    python benchmarks/adopt_spawn.py [--only raises,dies] [--limit 40] [--write]
+    python benchmarks/adopt_spawn.py [--only raises,dies] [--limit 80] [--write]
 
 Each side is one call of pytest on the same file: a test without a fault, the fault, another one without.
 `--write` puts the table into docs/reference/adopt_spawn.md, below its heading. A side that takes longer than
@@ -125,7 +125,7 @@ def main() -> None:
     """Run the faults that are named, and print or write the table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--only", default=",".join(FAULTS))
-    parser.add_argument("--limit", type=float, default=40)
+    parser.add_argument("--limit", type=float, default=80)
     parser.add_argument("--write", action="store_true")
     options = parser.parse_args()
     ctypes.CDLL(None).prctl(36, 1, 0, 0, 0)  # PR_SET_CHILD_SUBREAPER: what a side leaves is ours

@@ -16,7 +16,13 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from lockstep.doctor import installation, machine
-from lockstep.doctor.configuration import Configuration, configuration, configured, start_method
+from lockstep.doctor.configuration import (
+    Configuration,
+    adoption,
+    configuration,
+    configured,
+    start_method,
+)
 from lockstep.doctor.finding import Finding, problem
 from lockstep.doctor.plugins import plugins
 from lockstep.doctor.trial import Trial
@@ -79,6 +85,7 @@ def _findings(tries: bool) -> Iterator[Finding]:
         yield from plugins()
         yield from configured(project)
         yield start_method(project)
+        yield adoption(project)
         yield from machine.environment()
         yield from machine.temporary_directory()
         yield machine.compiler()

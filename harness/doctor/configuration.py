@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import configparser
 import json
+import re
 import tomllib
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -69,6 +70,43 @@ def start_method(project: Configuration) -> Finding:
         remedy = "take it out unless a module of yours cannot be imported before a fork"
         return note("start-method", what, why, remedy)
     return ok("start-method", "forkserver: ranks are forked from a server that has imported torch")
+
+
+_ADOPTED = {
+    "torch": "MultiProcessTestCase and MultiProcContinuousTest run on ranks",
+    "deepspeed": "DistributedTest runs on ranks",
+    "spawn": "plain calls of spawn run on ranks, other processes that tests start come from their server",
+}
+
+
+def adoption(project: Configuration) -> Finding:
+    """Look at the kinds of existing tests that the project adopts, and at what they need."""
+    kinds = _adopted_kinds(project)
+    if unknown := [kind for kind in kinds if kind not in _ADOPTED]:
+        what = f"unknown kind {unknown[0]!r} in ranks_adopt"
+        remedy = f"choose among {', '.join(_ADOPTED)}"
+        return problem("adoption", what, "pytest refuses to start", remedy)
+    if "spawn" in kinds and (setting := _without_server(project)):
+        what = f"{', '.join(kinds)}, with {setting}"
+        why = "no server is on this machine: processes of tests are new interpreters, as without adoption"
+        return note("adoption", what, why, f"take {setting} out for tests that spawn")
+    if not kinds:
+        return ok("adoption", "none: set ranks_adopt where tests start their own processes")
+    return ok("adoption", "; ".join(f"{kind}: {_ADOPTED[kind]}" for kind in kinds))
+
+
+def _without_server(project: Configuration) -> str:
+    """Return the setting under which ranks are not forked from a server of this machine; "" for none."""
+    if project.options.get("ranks_start_method") == "spawn":
+        return "ranks_start_method = spawn"
+    return "--hosts in addopts" if re.search(r"--(ranks-)?hosts\b", project.addopts) else ""
+
+
+def _adopted_kinds(project: Configuration) -> list[str]:
+    """Return the words of `--ranks-adopt` in the project's addopts, else those of the ini option."""
+    given = re.search(r"--ranks-adopt(?:=|\s+)(\S+)", project.addopts)
+    value = given[1].strip("'\"").replace(",", " ") if given else project.options.get("ranks_adopt", "")
+    return [str(word) for word in (value if isinstance(value, list) else str(value).split())]
 
 
 def configured(project: Configuration) -> Iterator[Finding]:

@@ -1,4 +1,4 @@
-"""Processes of tests that run in the controller: who starts them, and what is counted.
+"""Processes of tests that run in the controller: who starts them.
 
 Must not import torch.
 """
@@ -8,18 +8,18 @@ from __future__ import annotations
 import contextlib
 import os
 import threading
-from collections import Counter
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator
 from functools import partial, wraps
 from multiprocessing.process import BaseProcess
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import pytest
 
 from lockstep.controller.requests import REQUEST
 from lockstep.exceptions import LaunchError
 from lockstep.features.spawn.child import Server
+from lockstep.features.spawn.counts import Counts
 from lockstep.features.spawn.multiprocessing_internals import (
     processes_not_replaced,
     processes_started_by,
@@ -37,11 +37,6 @@ from lockstep.launch.multiprocessing_internals import server_pid
 from lockstep.launch.processes import ProcessLauncher
 from lockstep.process_tree import is_running
 
-_OUTPUT = "harness-spawned"
-"""Key under which a worker of pytest-xdist leaves its counts for the main process."""
-Level = Literal["on warm ranks", "not on warm ranks", "from the server", "in new interpreters"]
-"""The way in which a call of `spawn`, or a process, came to run."""
-
 
 class SpawnAdoption:
     """Runs what tests spawn, while an item runs in the controller.
@@ -50,6 +45,7 @@ class SpawnAdoption:
         ready_launcher: returns the launcher when its server is ready, None where ranks start elsewhere.
         worlds: runs calls of `spawn` on warm worlds.
         processes: those that items have started.
+        counts: of calls and processes.
 
     Attributes:
         is_mentioned: Whether a collected file may start processes.
@@ -61,6 +57,7 @@ class SpawnAdoption:
         ready_launcher: Callable[[], ProcessLauncher | None],
         worlds: SpawnOnWorlds,
         processes: TestProcesses,
+        counts: Counts,
     ) -> None:
         self.is_mentioned = False
         self._config = config
@@ -71,8 +68,7 @@ class SpawnAdoption:
         self._starter: Starter | None = None
         self._server: int | None = None
         self._why_not = ""
-        self._counts: Counter[tuple[Level, str]] = Counter()
-        """Calls and processes by how they came to run, with the reason where it is not the best way."""
+        self._counts = counts
 
     @pytest.hookimpl(wrapper=True)
     def pytest_runtest_protocol(self, item: pytest.Item) -> Generator[None, object, object]:
@@ -125,7 +121,7 @@ class SpawnAdoption:
                 with processes_not_replaced():
                     why_not, error = self._worlds.run(item, spawn, starter.server)
         why_not = why_not or self._why_not
-        self._counts["not on warm ranks" if why_not else "on warm ranks", why_not] += 1
+        self._counts.add("not on warm ranks" if why_not else "on warm ranks", why_not)
         if error is not None:
             raise error
         return not why_not
@@ -164,38 +160,7 @@ class SpawnAdoption:
 
     def _observe(self, started: Started) -> None:
         self.processes.add(started)
-        self._counts["in new interpreters" if started.why_not else "from the server", started.why_not] += 1
-
-    # What is reported at the end
-
-    @pytest.hookimpl(trylast=True)
-    def pytest_sessionfinish(self) -> None:
-        if hasattr(self._config, "workerinput"):  # of pytest-xdist
-            counts = list(self._counts.items())
-            self._config.workeroutput[_OUTPUT] = counts  # type: ignore[attr-defined]
-
-    @pytest.hookimpl(optionalhook=True)
-    def pytest_testnodedown(self, node: Any) -> None:
-        for key, count in getattr(node, "workeroutput", {}).get(_OUTPUT, ()):
-            self._counts[tuple(key)] += count
-
-    def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
-        for line in self.processes.end_all():
-            terminalreporter.write_line(f"ranks_adopt: {line}")
-        if self._config.getoption("ranks_adopt_report") and self._counts:
-            terminalreporter.section("adopted processes", sep="-")
-            for line in _lines(self._counts):
-                terminalreporter.write_line(line)
-
-
-def _lines(counts: Counter[tuple[Level, str]]) -> Sequence[str]:
-    """Return the counts in words."""
-    lines = []
-    for (level, why), count in sorted(counts.items()):
-        noun = "call of spawn" if level.endswith("ranks") else "process"
-        plural = "calls of spawn" if level.endswith("ranks") else "processes"
-        lines.append(f"{count} {noun if count == 1 else plural} {level}{why and ': '}{why}")
-    return lines
+        self._counts.add("in new interpreters" if started.why_not else "from the server", started.why_not)
 
 
 def _environ_of(pid: int | None) -> dict[str, str]:

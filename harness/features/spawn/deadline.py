@@ -50,7 +50,7 @@ class Deadline:
     def __init__(self, limits: Limits, pids: Callable[[], set[int]]) -> None:
         self._limits = limits
         self._pids = pids
-        self._computed = 0.0
+        self._computed: float | None = None
         self._began = self._looked = self._progress = time.monotonic()
 
     def moment(self) -> float:
@@ -58,8 +58,8 @@ class Deadline:
         now, limits = time.monotonic(), self._limits
         if limits.idle < limits.total and (since := now - self._looked) >= LOOK_EVERY:
             computed = processor_time(self._pids())
-            if abs(computed - self._computed) >= _COMPUTES * since:  # less, as one has ended
-                self._progress = now
+            if self._computed is not None and abs(computed - self._computed) >= _COMPUTES * since:
+                self._progress = now  # less than before, where one has ended
             self._computed, self._looked = computed, now
         return min(self._progress + limits.idle, self._began + limits.total)
 

@@ -253,6 +253,14 @@ def bootstrap(process: BaseProcess, parent_sentinel: int) -> int:
     return code
 
 
+def end_pools() -> None:
+    """End the pools and managers of this process, as the end of the interpreter would.
+
+    A pool of which a process is killed while it waits for work cannot be ended any more.
+    """
+    _util._run_finalizers(0)
+
+
 _COPIED = (types.MethodType, functools.partial, type(list.append), type(int.__add__))
 """Types that `multiprocessing` pickles in a way of its own, but by value."""
 

@@ -49,13 +49,18 @@ def pytest_configure(config: pytest.Config) -> None:
         config.pluginmanager.register(SpawnOnRank(session), "harness-spawn")
         return
     from lockstep.features.spawn.controller import SpawnAdoption
+    from lockstep.features.spawn.counts import Counts
     from lockstep.features.spawn.processes import TestProcesses
     from lockstep.features.spawn.worlds import SpawnOnWorlds
 
-    controller: Any = config.pluginmanager.get_plugin(CONTROLLER_PLUGIN)
     processes = TestProcesses(config)
+    counts = Counts(config, processes.end_all)
+    config.pluginmanager.register(counts, "harness-spawn-counts")
+    controller: Any = config.pluginmanager.get_plugin(CONTROLLER_PLUGIN)
+    if controller is None:  # the main process of `pytest -n`
+        return
     worlds = SpawnOnWorlds(config, controller.prepare, processes.pids)
-    adoption = SpawnAdoption(config, controller.ready_launcher, worlds, processes)
+    adoption = SpawnAdoption(config, controller.ready_launcher, worlds, processes, counts)
     config.stash[_adoption] = adoption
     config.pluginmanager.register(worlds, "harness-spawn-worlds")
     config.pluginmanager.register(adoption, "harness-spawn")

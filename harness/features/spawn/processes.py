@@ -21,8 +21,14 @@ from lockstep.exceptions import RankLeakWarning
 from lockstep.features.spawn.deadline import LOOK_EVERY, Deadline, Limits
 from lockstep.features.spawn.failure import failure_path, stacks_path
 from lockstep.features.spawn.hang import collective_in, diagnose, failed_by_hang
+from lockstep.features.spawn.held import held_by_modules
 from lockstep.features.spawn.messages import FEATURE
-from lockstep.features.spawn.multiprocessing_internals import exit_code_of, is_unseen, start_method_of
+from lockstep.features.spawn.multiprocessing_internals import (
+    end_pools,
+    exit_code_of,
+    is_unseen,
+    start_method_of,
+)
 from lockstep.features.spawn.starter import Started
 from lockstep.launch.multiprocessing_internals import server_pid
 from lockstep.process_tree import children_of, end, is_running
@@ -61,16 +67,20 @@ class TestProcesses:
         self._controller = os.getpid()
         self._hung: set[int] = set()
         """Pids of processes that were ended as their time was over."""
+        self._threads: set[int | None] = set()
+        """Threads that were there before the item: that of a pool, say, which replaces a process."""
 
     def begin(self, item: pytest.Item) -> None:
         """Forget the processes of the item before."""
         self._item, self._of_item, self._began = item, [], time.monotonic()
         self._hung.clear()
+        self._threads = {thread.ident for thread in threading.enumerate()} - {threading.main_thread().ident}
         self._of_fixtures = [each for each in self._of_fixtures if _is_alive(each)]
 
     def add(self, started: Started) -> None:
         """Note a process that was started."""
-        (self._of_fixtures if self._wide else self._of_item).append(started)
+        is_wide = self._wide or threading.get_ident() in self._threads
+        (self._of_fixtures if is_wide else self._of_item).append(started)
 
     @pytest.hookimpl(wrapper=True)
     def pytest_fixture_setup(self, fixturedef: pytest.FixtureDef[Any]) -> Iterator[Any]:
@@ -144,7 +154,7 @@ class TestProcesses:
         statuses = {each.rank: each.fate.status for each in ranks if isinstance(each.fate, Stuck)}
         outcome = ItemOutcome(
             ranks,
-            timeout=round(seconds),
+            timeout=round(seconds, 1),
             timed_out=True,
             seconds=seconds,
             diagnosis=diagnose(statuses),
@@ -231,6 +241,7 @@ class TestProcesses:
         """
         if not self._of_item:
             return
+        self._keep_held()
         said = [_of_running(each) for each in self._of_item if _is_alive(each)]
         said += [
             _of_failed(each)
@@ -253,6 +264,13 @@ class TestProcesses:
         if policy == "error":
             pytest.fail(f"{text} (ranks_leaks = error)", pytrace=False)
         item.warn(RankLeakWarning(text))
+
+    def _keep_held(self) -> None:
+        """Take processes that modules hold for those of fixtures: later items use them, too."""
+        alive = [each for each in self._of_item if _is_alive(each)]
+        held = held_by_modules(each.process for each in alive) if alive else set()
+        self._of_fixtures += [each for each in alive if id(each.process) in held]
+        self._of_item = [each for each in self._of_item if id(each.process) not in held]
 
     def _strays(self) -> set[int]:
         """Return processes that those of the item have left; none while a fixture has some of its own."""
@@ -282,9 +300,11 @@ class TestProcesses:
                 Path(self.directory, "ranks", path.stem).unlink(missing_ok=True)
 
     def end_all(self) -> Sequence[str]:
-        """End what fixtures have left when the session is over; return a line for each."""
+        """End what fixtures and modules have left when the session is over; return a line for each."""
+        if any(map(_is_alive, self._of_fixtures)):
+            end_pools()
         left = [each for each in (*self._of_fixtures, *self._of_item) if _is_alive(each)]
-        lines = [f"fixtures left behind {_of_running(each)}" for each in left]
+        lines = [f"the session left behind {_of_running(each)}" for each in left]
         pids = {each.process.pid or 0 for each in left}
         if pids:
             end(lambda: {pid for pid in pids if is_running(pid)}, PATIENCE)

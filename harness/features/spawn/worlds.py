@@ -147,7 +147,7 @@ class SpawnOnWorlds:
         clock = run.clock
         if FEATURE in run.order.parts and not clock.importing:
             clock.deadline = self._deadline.moment()
-            clock.timeout = round(self._deadline.seconds())
+            clock.timeout = round(self._deadline.seconds(), 1)
 
     def pytest_ranks_remarks(self, context: Context) -> Sequence[str]:
         """Say which deadline a call has run into that no one has set."""

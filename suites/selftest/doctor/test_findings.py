@@ -19,6 +19,7 @@ import pytest
 
 from lockstep.doctor import configuration, installation, machine, plugins
 from lockstep.doctor.finding import MIB, Finding
+from lockstep.features.adopt.plugin import FAMILIES
 from lockstep.features.leases.lease_store import LeaseStore, ResourceRequest
 
 Patch = pytest.MonkeyPatch
@@ -307,6 +308,27 @@ def test_spawned_ranks(tmp_path: Path) -> None:
         f"spawn, set in {tmp_path}/pytest.ini"
         in the(configuration.start_method(project), "start-method", "note").what
     )
+
+
+@pytest.mark.parametrize(
+    ("ini", "level", "said"),
+    [
+        ("", "ok", "none: set ranks_adopt"),
+        ("ranks_adopt = torch spawn", "ok", "torch: MultiProcessTestCase and"),
+        ("addopts = -q --ranks-adopt spawn,deepspeed", "ok", "spawn: plain calls of spawn run on ranks"),
+        ("ranks_adopt = spwan", "problem", "unknown kind 'spwan'"),
+        ("ranks_adopt = spawn\nranks_start_method = spawn", "note", "spawn, with ranks_start_method = spawn"),
+        ("ranks_adopt = spawn\naddopts = --hosts 2", "note", "spawn, with --hosts in addopts"),
+    ],
+)
+def test_adopted_kinds(ini: str, level: str, said: str, tmp_path: Path) -> None:
+    (tmp_path / "pytest.ini").write_text(f"[pytest]\n{ini}\n")
+    project = configuration.configuration(tmp_path)
+    assert said in the(configuration.adoption(project), "adoption", level).what
+
+
+def test_adopted_kinds_are_those_of_the_plugin() -> None:
+    assert tuple(configuration._ADOPTED) == FAMILIES
 
 
 def test_leases_that_are_held(tmp_path: Path, monkeypatch: Patch) -> None:

@@ -65,9 +65,9 @@ def test_processes_that_compute_have_more_time(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(deadline, "processor_time", lambda pids: computed)
     tested = Deadline(Limits(60, 300), lambda: {os.getpid()})
     found = []
-    for now, computed in ((0, 0), (50, 20), (100, 20.5), (250, 100), (260, 100)):  # noqa: B007
+    for now, computed in ((0, 0), (1, 5), (51, 25), (100, 26), (250, 100), (260, 100)):  # noqa: B007
         found.append(tested.moment())
-    assert found == [60, 110, 110, 300, 300]
+    assert found == [60, 60, 111, 111, 300, 300]
 
 
 def test_the_time_of_this_process_and_its_children_is_counted() -> None:

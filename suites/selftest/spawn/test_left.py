@@ -43,5 +43,5 @@ def test_as_errors_they_are_of_those_tests_alone_and_nothing_stays(project: Proj
     assert {name for name, said in found.items() if said != "passed"} == {
         f"test_left.{name}" for name in SAID
     }
-    assert len(found) == 9
+    assert len(found) == 13
     project.assert_nothing_is_left()

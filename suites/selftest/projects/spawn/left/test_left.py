@@ -1,5 +1,6 @@
 """Tests that leave processes which they have started."""
 
+import concurrent.futures
 import multiprocessing
 import os
 import subprocess
@@ -62,6 +63,31 @@ def test_child():
 
 def test_nested():
     run(nest)
+
+
+POOLS = {}
+
+
+def pool_of(name):
+    """Return a pool that lives as long as this module: the first test that wants it makes it."""
+    if name not in POOLS:
+        if name == "pool":
+            POOLS[name] = CONTEXT.Pool(2)
+        else:
+            POOLS[name] = concurrent.futures.ProcessPoolExecutor(2, mp_context=CONTEXT)
+    return POOLS[name]
+
+
+@pytest.mark.parametrize("time", [1, 2])
+@pytest.mark.parametrize("name", ["pool", "executor"])
+def test_shared(name, time):
+    pids = set(pool_of(name).map(pid_of, range(4)))
+    assert POOLS.setdefault(f"pids of {name}", pids) & pids
+
+
+def pid_of(number):
+    time.sleep(0.05)  # so that the other process takes some
+    return os.getpid()
 
 
 @pytest.fixture(scope="module")
