@@ -1,4 +1,4 @@
-"""Transformers of OLMo-core by its `parallelize_model`, over dp (FSDP2, or DDP), cp and tp."""
+"""Transformers of OLMo-core by its `parallelize_model`, over dp_replicate, dp_shard, cp (Ulysses) and tp."""
 
 import functools
 
@@ -19,7 +19,7 @@ from olmo_core.train.train_module.transformer import (
 )
 from olmo_core.train.train_module.transformer.common import parallelize_model
 
-from lockstep.layouts import ShardMap, assert_same_as_unsharded, witness_batches
+from lockstep.layouts import NotOffered, ShardMap, assert_same_as_unsharded, witness_batches
 
 VOCAB, WIDTH = 32, 16
 DType.as_pt = lambda dtype: torch.float64  # it has none
@@ -63,10 +63,12 @@ def loss(model, batch):
 class Plan:
     """`parallelize_model` fills the weights itself: those of the unsharded model are written after it."""
 
-    def __init__(self, model, layout, kind, ddp=False, ring=False):
+    def __init__(self, model, layout, kind):
+        if kind == "groups of queries" and layout["cp"] * layout["tp"] > 2:
+            raise NotOffered("Ulysses cuts the heads of keys that tp leaves: here one")
         self.layout = layout
         parallel._WORLD_MESH = None  # it takes one mesh a process
-        dp, cp, tp = self.configs(ddp)
+        dp, cp, tp = self.configs()
         mesh = parallel.build_world_mesh(dp=dp, cp=cp, tp=tp, device_type="cpu")
         with InFloat64():
             self.model = parallelize_model(
@@ -80,9 +82,9 @@ class Plan:
             )
         ShardMap().write(self.model, model, layout)
 
-    def configs(self, ddp):
+    def configs(self):
         sizes = self.layout
-        kind = "ddp" if ddp else "hsdp" if sizes["dp_replicate"] > 1 else "fsdp"
+        kind = "hsdp" if sizes["dp_replicate"] > 1 else "fsdp"
         dp = TransformerDataParallelConfig(name=kind)
         if kind == "hsdp":
             dp.num_replicas, dp.shard_degree = sizes["dp_replicate"], sizes["dp_shard"]
@@ -92,7 +94,7 @@ class Plan:
     def __call__(self, batch, microbatches):
         rows = ("dp_replicate", "dp_shard")
         mine = [self.layout.slice(batch[name], rows).chunk(microbatches) for name in ("tokens", "labels")]
-        # Its trainer divides by the tokens of a rank; here by those of all ranks, as FSDP2 and DDP mean.
+        # Its trainer divides by the tokens of a rank; here by those of all ranks, as FSDP2 takes the mean.
         valid = (batch["labels"] >= 0).sum() / self.layout.part(rows)[1]
         total = torch.zeros((), dtype=torch.float64)
         for tokens, labels in zip(*mine, strict=True):
