@@ -38,9 +38,9 @@ EVERY_RANK_IMPORTS = (
 """Modules, besides those of the rank's program, that every rank, or nearly every one, would import itself."""
 SLOW_IMPORTS = (
     *("torch.distributed.tensor", "torch.distributed.fsdp", "torch.distributed.pipelining"),
-    *("torch._dynamo", "hypothesis"),
+    "torch._dynamo",
 )
-"""Modules that take long to import. A controller that has them as it starts ranks, which will need them, too,
+"""Modules of torch that take long to import. A controller that has them as it starts ranks, which will need them, too,
 names them in `MORE_IMPORTS` and sends the signal `IMPORT_MORE`."""
 MORE_IMPORTS = "imports.json"
 IMPORT_MORE = signal.SIGUSR1
