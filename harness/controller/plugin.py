@@ -46,7 +46,7 @@ INTERRUPTS = (KeyboardInterrupt, pytest.exit.Exception)
 RANK = "lockstep.rank:RankSession"
 RANK_IMPORTS = tuple(f"lockstep.{name}" for name in ("plugin", "subtests", "recorders"))
 _IMPORTED = re.compile(rb"^(?:from|import) +((?:torch|lockstep|harness)\b[\w.]*)", re.MULTILINE)
-"""Modules that a file imports and the server should, too. No plugin of pytest: a rank is to rewrite its asserts."""
+"""Modules that a file imports, and the server, too; no plugins of pytest, whose asserts ranks rewrite."""
 
 
 class Controller:
