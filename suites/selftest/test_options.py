@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 
 import pytest
+import torch  # noqa: F401  # once: `pytester` forgets what a test has imported, and torch does not load again
 
 from suites.selftest.project import Project
 
