@@ -20,6 +20,7 @@ from lockstep.layouts.factors import CLOSE
 from lockstep.layouts.layout import Layout, chunk
 from lockstep.layouts.shards import Sharded, ShardMap
 from lockstep.recorders.tensors import local_part, named_tensors
+from lockstep.recorders.torch_internals import in_backward
 
 Rows = Mapping[int, torch.Tensor]
 """Rows of an output by rank."""
@@ -38,6 +39,8 @@ class Trace:
 
     outputs: dict[str, list[torch.Tensor]] = field(default_factory=dict)
     gradients: dict[str, list[torch.Tensor]] = field(default_factory=dict)
+    calls: Counter[str] = field(default_factory=Counter)
+    """How often each module was called, without what checkpoints compute again in backward."""
 
     @contextmanager
     def record(self, model: nn.Module, name_of: Callable[[str], str] = str) -> Iterator[None]:
@@ -57,6 +60,7 @@ class Trace:
             if tensor is None or tensor.dim() < 2 or not tensor.is_floating_point():
                 return
             self.outputs.setdefault(name, []).append(_rows(tensor))
+            self.calls[name] += not in_backward()
             if tensor.requires_grad:
                 gradients = self.gradients.setdefault(name, [])
                 tensor.register_hook(lambda gradient: gradients.append(_rows(gradient)))  # type: ignore[no-untyped-call]
@@ -68,13 +72,13 @@ class Trace:
 
         Modules are left out that a forward calls more often than most: their rows are of several places.
         """
-        calls = Counter(len(each) for each in self.outputs.values())
-        usual = max(calls, key=lambda each: (calls[each], -each), default=0)
+        times = Counter(self.calls.values())
+        usual = max(times, key=lambda each: (times[each], -each), default=0)
         outputs, gradients = (
             {
                 name: torch.cat(each)
                 for name, each in named.items()
-                if len({rows.shape[1] for rows in each}) == 1 and len(self.outputs[name]) <= usual
+                if len({rows.shape[1] for rows in each}) == 1 and self.calls[name] <= usual
             }
             for named in (self.outputs, self.gradients)
         )
