@@ -55,7 +55,9 @@ def test_a_bug_of_one_dtype_is_found(layout: Layout, dtype: torch.dtype) -> None
 
 @pytest.mark.layouts(tp=(1, 2))
 def test_a_plan_that_stays_in_float64_is_refused(layout: Layout) -> None:
-    with pytest.raises(AssertionError, match="no parameter is float32: keep the dtype of the model given"):
+    with pytest.raises(
+        AssertionError, match="no parameter is float32: the plan, or a constructor that it calls, changes"
+    ):
         assert_same_as_unsharded(
             *(layout, build, lambda model, layout: InDtype(model, layout, "in float64"), BATCHES, loss),
             shards=SHARDS,
