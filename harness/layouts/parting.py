@@ -40,7 +40,7 @@ class Trace:
     outputs: dict[str, list[torch.Tensor]] = field(default_factory=dict)
     gradients: dict[str, list[torch.Tensor]] = field(default_factory=dict)
     calls: Counter[str] = field(default_factory=Counter)
-    """How often each module was called, without what checkpoints compute again in backward."""
+    """Number of calls of each module, without what checkpoints compute again in backward."""
 
     @contextmanager
     def record(self, model: nn.Module, name_of: Callable[[str], str] = str) -> Iterator[None]:
