@@ -120,7 +120,7 @@ class Plan:
             each.data = self.shards.cut(name, each, layout)
 
     def __call__(self, batch, microbatches):
-        tokens, labels = (self.mine(batch[name]).tensor_split(microbatches) for name in ("tokens", "labels"))
+        tokens, labels = (self.mine(batch[name]).chunk(microbatches) for name in ("tokens", "labels"))
         total = torch.zeros((), dtype=torch.float64)
         for each, wanted in zip(tokens, labels, strict=True):
             part = self.share(self.model(each), wanted, batch)
@@ -140,16 +140,11 @@ class Plan:
     def reduce_gradients(self):
         """Sum each gradient over the axes that cut the batch, but for those that cut the parameter."""
         for name, each in self.model.named_parameters():
-            cut = self.axes_of(name)
+            cut = self.shards.axes(name)
             self.sum_over(each.grad, [axis for axis in (*ROWS, *SEQUENCE) if axis not in cut])
 
     def grad_norm(self):
-        """Return the norm of all gradients; squares are summed over the axes that cut a parameter."""
-        squares = {}
+        total = torch.zeros((), dtype=torch.float64)
         for name, each in self.model.named_parameters():
-            squares.setdefault(frozenset(self.axes_of(name)), []).append(each.grad.square().sum())
-        return sum(self.sum_over(torch.stack(of), axes).sum() for axes, of in squares.items()).sqrt()
-
-    def axes_of(self, name):
-        """Return the axes that cut a parameter."""
-        return self.shards.axes(self.shards.name(name, self.layout))
+            total += self.sum_over(each.grad.square().sum(), self.shards.axes(name))
+        return total.sqrt()

@@ -32,10 +32,10 @@ class Whole(nn.Module):
 class Plan(pipeline.Plan):
     shards = ShardMap(
         {
-            "*.w[qkv].weight": over_fsdp(Sharded("tp")),
-            "*.wo.weight": over_fsdp(Sharded("tp", dim=1)),
-            "*.moe.w[13]": over_fsdp(Sharded("ep"), Sharded("tp", dim=2)),
-            "*.moe.w2": over_fsdp(Sharded("ep"), Sharded("tp", dim=1)),
+            "*.w[qkv].*": over_fsdp(Sharded("tp")),
+            "*.wo.*": over_fsdp(Sharded("tp", dim=1)),
+            "*.moe*.w[13]*": over_fsdp(Sharded("ep"), Sharded("tp", dim=2)),
+            "*.moe*.w2*": over_fsdp(Sharded("ep"), Sharded("tp", dim=1)),
             "*": over_fsdp(),
         },
         rename=name_without_parametrization,

@@ -22,7 +22,7 @@ def test_the_plans_hold(tmp_path: Path) -> None:
     copy_examples(tmp_path)
     layouts = "pp2,dp2,fsdp2,ep2,cp2,tp2,ep2-tp2,pp2-tp2"
     run = run_pytest(tmp_path, *PLUGIN, "--layouts", layouts, **WITHOUT_OTHERS)
-    assert run.count().startswith("28 passed, "), run.output
+    assert run.count().startswith("29 passed, "), run.output
 
 
 def test_a_sum_that_a_plan_lacks_is_named(tmp_path: Path) -> None:
