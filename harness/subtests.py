@@ -9,7 +9,8 @@ import dataclasses
 import enum
 import itertools
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import partial
 from typing import Any, Protocol
 
@@ -40,6 +41,17 @@ class ExpectedFailure(Protocol):
         ...
 
     def is_about_case(self, case: str) -> bool: ...
+
+
+@contextmanager
+def only_cases(config: pytest.Config, cases: Sequence[str]) -> Iterator[None]:
+    """Run only these cases, named as `--subtest` names them; where there are none, those that it selects."""
+    selected = config.option.subtest
+    config.option.subtest = list(cases) or selected
+    try:
+        yield
+    finally:
+        config.option.subtest = selected
 
 
 class RunSubtests:

@@ -35,6 +35,7 @@ USUAL = {"loss": 0.05, "norm": 0.05, "gradients": 5e-3}
 SECONDS = 1800.0
 NO_NAME = re.compile(
     r"first divergence: .*|all outputs and their gradients agree.*|largest: .*|note: .*|"
+    r"all outputs agree, the gradient of the last one .*|"
     r".* differs; no single reduction.*|.* differs, which that may have caused|"
     r"loss is [-\d.naif, ]+(expected [-\d.e]+|off by [-\d.e+]+)|"
     r"total norm (differs|is that of the gradients that the ranks hold) .*"
@@ -72,7 +73,8 @@ class Result:
     @property
     def is_module_right(self) -> bool | None:
         """Whether the first divergence is where it should be; None if it does not matter, or is not known."""
-        found = re.search(r"first divergence: .*?output of (?:`(.*?)`|the model)", self.report)
+        place = r"(?:first divergence: .*?output of |the gradient of the last one \()(?:`(.*?)`|the model)"
+        found = re.search(place, self.report)
         return bool(re.match(self.bug.module, found[1] or "")) if self.bug.module and found else None
 
     def sees(self, what: str) -> bool:

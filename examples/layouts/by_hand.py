@@ -120,7 +120,7 @@ class Plan:
             each.data = self.shards.cut(name, each, layout)
 
     def __call__(self, batch, microbatches):
-        tokens, labels = (self.mine(batch[name]).chunk(microbatches) for name in ("tokens", "labels"))
+        tokens, labels = (self.mine(batch[name]).tensor_split(microbatches) for name in ("tokens", "labels"))
         total = torch.zeros((), dtype=torch.float64)
         for each, wanted in zip(tokens, labels, strict=True):
             part = self.share(self.model(each), wanted, batch)

@@ -45,7 +45,7 @@ TEAR_DOWN_WITHIN = 5.0
 INTERRUPTS = (KeyboardInterrupt, pytest.exit.Exception)
 RANK = "lockstep.rank:RankSession"
 RANK_IMPORTS = tuple(f"lockstep.{name}" for name in ("plugin", "subtests", "recorders"))
-_IMPORTED = re.compile(rb"^(?:from|import) +((?:torch|lockstep|harness)\b[\w.]*)", re.MULTILINE)
+_IMPORTED = re.compile(rb"^(?:from|import) +((?:torch|lockstep)\b[\w.]*)", re.MULTILINE)
 """Modules that a file imports, and the server, too; no plugins of pytest, whose asserts ranks rewrite."""
 
 

@@ -80,7 +80,10 @@ class Layout:
 
     def at(self, axis: str, rank: int | None = None) -> int:
         """Return the coordinate of a rank on an axis, from 0; of this rank by default."""
-        size, place = self[axis], self.rank if rank is None else rank
+        return self._place(axis, rank) if self[axis] > 1 else 0
+
+    def _place(self, axis: str, rank: int | None) -> int:
+        size, place = self.sizes[axis], self.rank if rank is None else rank
         for inner in reversed(self._large):
             if inner == axis:
                 return place % size
@@ -151,9 +154,9 @@ class Layout:
     def members(self, axes: Sequence[str], rank: int | None = None) -> list[int]:
         """Return the ranks that differ from a rank on these axes alone, itself included, in order."""
         others = [axis for axis in self._large if axis not in axes]
-        mine = [self.at(axis, rank) for axis in others]
+        mine = [self._place(axis, rank) for axis in others]
         world = range(math.prod(self._large.values()))
-        return [each for each in world if [self.at(axis, each) for axis in others] == mine]
+        return [each for each in world if [self._place(axis, each) for axis in others] == mine]
 
     def by_axes(self, collectives: Iterable[Collective]) -> dict[str, list[Collective]]:
         """Return the collectives of a log by the axes of their groups: "tp", or "dp-cp" of two.
@@ -164,7 +167,7 @@ class Layout:
         found: dict[str, list[Collective]] = {}
         for each in collectives:
             ranks = dist.get_process_group_ranks(group_of(each.group))
-            axes = (axis for axis in self._large if len({self.at(axis, rank) for rank in ranks}) > 1)
+            axes = (axis for axis in self._large if len({self._place(axis, rank) for rank in ranks}) > 1)
             found.setdefault("-".join(axes), []).append(each)
         return found
 

@@ -159,35 +159,28 @@ def assert_same_as_unsharded(
                 train(batches[: wrong.step + 1], trace := Trace())
                 traced = trace.joined()
         run.fail(wrong, microbatches[wrong.step], traced)
-    _refuse_unused_axes(layout, lambda: train(batches))
+    if run.unused:
+        with CollectivesLog() as log:  # a plan may have groups of its own
+            train(batches)
+        _refuse_unused(run.unused, layout, log)
     if dtype != torch.float64:
         train([in_dtype(each, dtype) for each in batches], dtype=dtype).assert_close()
     return run.notes
 
 
-def _refuse_unused_axes(layout: Layout, train: Callable[[], object]) -> None:
+def _refuse_unused(axes: Sequence[str], layout: Layout, log: CollectivesLog) -> None:
     """Refuse an axis along which all ranks do the same: the layout says no more than one without it.
 
     Raises:
-        ValueError: the plan has not asked for it, and in a second run no rank sends anything along it.
+        ValueError: on every rank, as no rank has sent anything along one.
     """
-    large = [axis for axis in layout.large if axis != COPIES]
-    if not (unused := _of_no_rank(large, [axis in layout.asked for axis in large])):
-        return
-    with CollectivesLog() as log:  # a plan may have groups of its own
-        train()
     sent = {axis for key in layout.by_axes(log) for axis in key.split("-")}
-    for axis in _of_no_rank(unused, [axis in sent for axis in unused]):
+    used = largest(torch.tensor([axis in sent for axis in axes], dtype=torch.int64), None).tolist()
+    for axis in (axis for axis, is_used in zip(axes, used, strict=True) if not is_used):
         raise ValueError(
             f"the axis `{axis}` of {layout.name}: the plan does not ask for it, and sends nothing along it; "
             "is it misspelt?"
         )
-
-
-def _of_no_rank(axes: list[str], used: list[bool]) -> list[str]:
-    """Return the axes that are used on no rank."""
-    agreed = largest(torch.tensor(used, dtype=torch.int64), None).tolist() if axes else []
-    return [axis for axis, is_used in zip(axes, agreed, strict=True) if not is_used]
 
 
 def _refuse_rules(shards: ShardMap, reference: Reference) -> None:
@@ -224,6 +217,8 @@ class _ShardedRun:
     dtype: torch.dtype = torch.float64
     moments: list[Moment] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
+    unused: list[str] = field(default_factory=list)
+    """Axes larger than 1 that the plan has asked for on no rank."""
     _regions: dict[tuple[object, ...], torch.Tensor] = field(default_factory=dict)
     _names: set[str] = field(default_factory=set)
 
@@ -267,9 +262,11 @@ class _ShardedRun:
         wrong = (place for place, moment in enumerate(self.moments) if self._is_wrong(moment))
         first = next(wrong, _NEVER)
         has_loss = any(moment.loss is not None or moment.complaints for moment in self.moments)
-        present = [name in self._names for name in self.reference.names]
-        agreed = largest(torch.tensor([-first, has_loss, *present], dtype=torch.int64), None).tolist()
-        missing = [name for name, has in zip(self.reference.names, agreed[2:], strict=True) if not has]
+        names, axes = self.reference.names, [axis for axis in self.layout.large if axis != COPIES]
+        mine = [*(name in self._names for name in names), *(axis in self.layout.asked for axis in axes)]
+        agreed = largest(torch.tensor([-first, has_loss, *mine], dtype=torch.int64), None).tolist()
+        missing = [name for name, has in zip(names, agreed[2:], strict=False) if not has]
+        self.unused = [axis for axis, has in zip(axes, agreed[2 + len(names) :], strict=True) if not has]
         title = f"{self.layout.name} is not the unsharded model"
         if missing:
             listed = ", ".join(f"`{name}`" for name in missing[:3])

@@ -166,10 +166,9 @@ def describe_parting(outputs: Comparison, gradients: Comparison) -> str:
     found = {name: outputs.status(name) for name in outputs.whole}
     if next((each for each in found.values() if each != UNKNOWN), "") == UNEVEN:
         return "first divergence: the rows of the batch, of which ranks read some more often than others"
-    found = {name: DIFFERENT if status == UNEVEN else status for name, status in found.items()}
     names = list(found)
     for place, name in enumerate(names):
-        if found[name] == DIFFERENT:
+        if found[name] in (DIFFERENT, UNEVEN):
             before = names[place - 1] if place else ""
             text = f"first divergence: the output of {_module(name)}"
             # A plan may add it up behind that module: no sum need be missing.
@@ -181,8 +180,8 @@ def describe_parting(outputs: Comparison, gradients: Comparison) -> str:
     if not order:
         return ""
     scale = gradients.factor(order[0])
-    of_gradients = {name: gradients.status(name, scale) for name in order}
-    of_gradients = {name: DIFFERENT if each == UNEVEN else each for name, each in of_gradients.items()}
+    statuses = ((name, gradients.status(name, scale)) for name in order)
+    of_gradients = {name: DIFFERENT if each == UNEVEN else each for name, each in statuses}
     if of_gradients[order[0]] == DIFFERENT:
         return (
             f"all outputs agree, the gradient of the last one ({_module(order[0])}) differs: look at the loss"
@@ -213,6 +212,8 @@ def _are_among(rows: torch.Tensor, whole: torch.Tensor) -> bool:
     """Return whether each row is one of the unsharded tensor's."""
     if rows.shape[1] != whole.shape[1]:
         return False
+    if not len(rows):
+        return True
     some = rows[:: max(1, len(rows) // _ROWS)]
     if not bool(torch.isfinite(some).all()):
         return False
@@ -237,7 +238,7 @@ def _are_as_often(rows: torch.Tensor, whole: torch.Tensor) -> bool:
     some = whole[:: max(1, len(whole) // _ROWS)]
     allowed = CLOSE * float(whole.abs().max())
     counts = [(_distances(some, each) <= allowed).sum(1) for each in (rows, whole)]
-    return bool((counts[0] * len(whole) == counts[1] * len(rows)).all())
+    return len(rows) > 0 and bool((counts[0] * len(whole) == counts[1] * len(rows)).all())
 
 
 def _distances(some: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:

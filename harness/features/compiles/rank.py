@@ -28,6 +28,7 @@ from lockstep.features.compiles.torch_internals import (
 from lockstep.features.compiles.trace import TraceReader
 from lockstep.hookspecs import Ending
 from lockstep.protocol import Part
+from lockstep.subtests import only_cases
 from lockstep.tracebacks import is_installed
 
 if TYPE_CHECKING:
@@ -155,14 +156,8 @@ class CheckedItem:
     def pytest_ranks_run_item(self, item: pytest.Item, order: RunItem) -> Generator[None, object, object]:
         from lockstep.features.compiles.checked_graphs import GraphChecks
 
-        option = item.config.option
-        selected = option.subtest
-        option.subtest = list(order.parts[FEATURE]) or selected
-        try:
-            with GraphChecks(self._send).on():
-                return (yield)
-        finally:
-            option.subtest = selected
+        with only_cases(item.config, order.parts[FEATURE]), GraphChecks(self._send).on():
+            return (yield)
 
     def _send(self, finding: Finding) -> None:
         self._wire.send(Part(FINDINGS, finding))  # now: what follows compiles more, and may not end

@@ -63,15 +63,10 @@ class RecordedItem:
     @pytest.hookimpl(wrapper=True)
     def pytest_ranks_run_item(self, item: pytest.Item, order: RunItem) -> Generator[None, object, object]:
         from lockstep.recorders import ExecutionLog
+        from lockstep.subtests import only_cases
 
-        option = item.config.option
-        selected = option.subtest
-        option.subtest = list(order.parts[FEATURE]) or selected
-        try:
-            with ExecutionLog(self._base):
-                return (yield)
-        finally:
-            option.subtest = selected
+        with only_cases(item.config, order.parts[FEATURE]), ExecutionLog(self._base):
+            return (yield)
 
     def pytest_ranks_finished(self, ending: Ending) -> None:
         """End with the item, and its rank after it, if torch's compiler is there.

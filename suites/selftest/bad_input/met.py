@@ -17,7 +17,7 @@ from suites.selftest.bad_input.sessions import (
 )
 from suites.selftest.bad_input.stored import ROSTER, SECRET, TABLE, held_lease, roster
 
-_INI = {"pytest.ini": "[pytest]\nranks_preload =\n"}
+_INI = {"pytest.ini": "[pytest]\n"}
 _LAUNCHER = ("SIZE", "RANK", "LOCAL_SIZE")
 _CYCLE = (
     "from torch.testing._internal.common_distributed import MultiProcessTestCase\n"

@@ -240,7 +240,7 @@ cases = st.one_of(_marks.map(Case), _marks.map(Case), _fixtures.map(Case), _gold
 
 def attempt_of(cases: Sequence[Case]) -> Attempt:
     """Return one session of many tests, so that they share the seconds that ranks take to start."""
-    files: dict[str, Any] = {"pytest.ini": "[pytest]\nranks_preload =\nranks_leaks = off\n"}
+    files: dict[str, Any] = {"pytest.ini": "[pytest]\nranks_leaks = off\n"}
     for number, case in enumerate(cases):
         files[f"test_{number}.py"] = case.source
         if case.golden != "":

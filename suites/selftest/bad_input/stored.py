@@ -115,7 +115,7 @@ commands = st.one_of(
 
 def held_lease(contents: str | bytes | None) -> Attempt:
     """Return a session on ranks beside another one that has a lease, in whose file are these contents."""
-    files = {**PLACES, "pytest.ini": "[pytest]\nranks_preload =\nranks_at_once = 2\nranks_wait = 1\n"}
+    files = {**PLACES, "pytest.ini": "[pytest]\nranks_at_once = 2\nranks_wait = 1\n"}
     lease = "leases/00000000000000000001-1.lease"
     environ = {"LOCKSTEP_LEASES": "leases"}
     return Attempt(
@@ -125,7 +125,7 @@ def held_lease(contents: str | bytes | None) -> Attempt:
 
 def roster(contents: str | bytes | None) -> Attempt:
     """Return a session on ranks, of several hosts by a roster with these contents."""
-    files = {**PLACES, "pytest.ini": "[pytest]\nranks_preload =\n", "roster.json": contents}
+    files = {**PLACES, "pytest.ini": "[pytest]\n", "roster.json": contents}
     return Attempt((*PYTEST, "--world-timeout=20"), files, {"LOCKSTEP_HOSTS": "roster.json"}, seconds=RANKS)
 
 

@@ -77,6 +77,17 @@ def test_what_takes_long_is_imported_once_for_all_if_at_all(
     assert (project.path / "have.txt").read_text().split() == list(map(str, have))
 
 
+def test_the_server_imports_nothing_of_the_project(project: Project) -> None:
+    project.write(f"import harness.own\n{WORLD}", "pythonpath = .")
+    (project.path / "harness").mkdir()
+    (project.path / "harness" / "__init__.py").write_text("")
+    own = project.path / "harness" / "own.py"
+    own.write_text('import os\nopen("pids.txt", "a").write(f"{os.getpid()} ")\n')
+    assert "1 passed" in project.run()
+    # The controller and two ranks.
+    assert len(set((project.path / "pids.txt").read_text().split())) == 3
+
+
 def test_preloaded_modules_are_imported_once_and_no_others(changed: str) -> None:
     assert "test_sample.py::test_a_module PASSED" in changed
 

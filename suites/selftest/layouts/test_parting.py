@@ -48,6 +48,24 @@ def test_rows_that_ranks_read_twice_or_never_are_named(layout: Layout, first: in
 
 
 @pytest.mark.layouts(dp=(2,), tp=(2,))
+def test_a_rank_may_have_no_rows(layout: Layout) -> None:
+    none = dict.fromkeys(range(4), WHOLE[:0])
+    of_dp_0 = {rank: WHOLE if layout.at("dp", rank) == 0 else WHOLE[:0] for rank in range(4)}
+    found = compare(layout, embed=of_dp_0, head=none)
+    assert (found.status("embed"), found.status("head")) == (SAME, UNEVEN)
+
+
+@pytest.mark.layouts(dp=(2,), tp=(2,))
+def test_axes_that_the_layout_itself_looks_at_are_not_asked_for(layout: Layout) -> None:
+    layout.asked.clear()
+    assert layout.members(["tp"]) == [2 * (layout.rank // 2), 2 * (layout.rank // 2) + 1]
+    assert layout.by_axes([]) == {}
+    assert layout.asked == set()
+    layout.part(("cp", "tp"))
+    assert layout.asked == {"cp", "tp"}
+
+
+@pytest.mark.layouts(dp=(2,), tp=(2,))
 def test_a_loss_that_goes_wrong_itself_is_named(layout: Layout) -> None:
     right = {rank: rows(layout, rank) for rank in range(4)}
     wrong = {rank: each + 1 for rank, each in right.items()}

@@ -13,7 +13,7 @@ from suites.selftest.project import WITHOUT_PLUGINS, copy_project, line_of, run_
 if TYPE_CHECKING:
     from suites.selftest.project import Run
 
-INI = "[pytest]\nranks_preload =\nranks_adopt = spawn\n"
+INI = "[pytest]\nranks_adopt = spawn\n"
 
 
 @pytest.fixture(scope="module")

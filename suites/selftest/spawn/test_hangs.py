@@ -16,7 +16,6 @@ if TYPE_CHECKING:
 
 PROJECT = "spawn/hangs"
 OPTIONS = ("--ranks-adopt=spawn", "--world-timeout=8")
-INI = "ranks_preload ="
 
 
 def test_what_hangs_fails_and_the_test_after_it_passes(run: Run) -> None:

@@ -15,7 +15,6 @@ if TYPE_CHECKING:
 PROJECT = "spawn/left"
 OPTIONS = ("--ranks-adopt=spawn",)
 ENVIRON = {"COLUMNS": "300"}
-INI = "ranks_preload ="
 SAID = {
     "test_running": r"process \d+ \(SpawnProcess-\d+, `wait`\), which was running and was ended",
     "test_context": r"process \d+ \(SpawnProcess-\d+, `wait_of_rank`\), which was running and was ended",

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 PROJECT = "spawn/processes"
 OPTIONS = ("--ranks-adopt=spawn", "--ranks-adopt-report")
-INI = "ranks_preload =\nranks_adopt_spawn = processes"
+INI = "ranks_adopt_spawn = processes"
 
 
 def test_they_find_what_new_interpreters_would(run: Run) -> None:

@@ -14,7 +14,6 @@ if TYPE_CHECKING:
 
 PROJECT = "spawn/worlds"
 OPTIONS = ("--ranks-adopt=spawn", "--ranks-adopt-report", "-rA")
-INI = "ranks_preload ="
 FAILED = tuple(f"test_fails[{how}]" for how in ("raises", "exits", "dies", "returns"))
 
 
