@@ -1,21 +1,26 @@
-"""Mutants of the engine: how many of them the suites notice, and how soon.
+"""Mutants of the engine, or of the harness: how many of them the tests notice, and how soon.
 
-    python benchmarks/power.py --mutants 120 --jobs 2         # chosen by --seed
+    python benchmarks/power.py --mutants 120 --jobs 2         # of the engine, chosen by --seed
+    python benchmarks/power.py --of core --mutants 120        # of what else is in harness
     python benchmarks/power.py --only gradients.py --show     # chosen, and not run
     python benchmarks/power.py --corpus                       # bugs of real engines, as edits of this one
 
-Each mutant is one edit in a copy of its own. The claims of `suites` that run the line come first, a few of
-each file, and the first failure ends it: it is killed, if that claim holds for the engine as it is. Apart are
+Each mutant is one edit, which a mount shows to its own processes alone (by `unshare`). Claims of the engine
+are those of `suites`, claims of the harness its self-tests. Those that run the line come first, a few of
+each file, and the first failure ends it: it is killed, if that claim holds without the edit. Apart are
 those that time out, and those with which the session ends before a claim ("session": an import fails). A
 line that no claim runs makes a survivor at once.
-What cannot be noticed is in `mutants/equivalent.toml`, with its reason. Neither suites/engine nor
-suites/selftest takes part.
+What cannot be noticed is in `mutants/equivalent_engine.toml` and `equivalent_core.toml`, with its reason.
+suites/engine takes part in neither.
 """
 
 from __future__ import annotations
 
 import argparse
 import ast
+import compileall
+import contextlib
+import functools
 import hashlib
 import json
 import os
@@ -28,12 +33,12 @@ import tempfile
 import time
 import tomllib
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass
 from functools import cached_property
 from importlib.metadata import version
-from pathlib import Path
+from pathlib import Path, PurePath
 from statistics import median
 
 import pytest
@@ -44,8 +49,8 @@ from mutants.mutations import Mutant, mutants_of
 ROOT = Path(__file__).parents[1]
 HERE = ROOT / "benchmarks" / "mutants"
 CACHE = ROOT / "build" / "power"
-RECORDED = {"gloo": (4, ("suites",)), "shm": (1, ("suites/core", "suites/replicate"))}
-"""How many cases of each function are recorded, of which suites: on shm some lines of the engine differ."""
+BATCH = 10
+"""How many files of claims are recorded in one session."""
 FIRST = 8
 """How many claims run in a session of their own: most mutants fail one, and it collects few files."""
 KILLED = ("killed", "timed out", "session")
@@ -60,13 +65,65 @@ def digest(paths: Iterable[Path], *words: str) -> str:
     return hashlib.sha256(b"\0".join([*contents, *(word.encode() for word in words)])).hexdigest()[:16]
 
 
-Row = tuple[str, int, float, Mapping[str, Sequence[int]]]
-"""A claim, on how many processes it ran, the seconds that took, and the lines that it ran in each file."""
+@dataclass(frozen=True)
+class Subject:
+    """What is mutated, and the tests that are its claims.
+
+    Attributes:
+        folder: of what is mutated; files are named from there.
+        without: the folders in it that are not mutated.
+        recorded: how many cases of each function are recorded on each backend, and below which folders.
+        apart: the names of folders of tests that take no part.
+        wanted: the share that is to be killed, of those that are not equivalent.
+        options: of pytest.
+    """
+
+    name: str
+    folder: str
+    without: tuple[str, ...]
+    recorded: Mapping[str, tuple[int, tuple[str, ...]]]
+    apart: tuple[str, ...]
+    wanted: float
+    options: tuple[str, ...] = ()
+
+    def files(self, root: Path = ROOT) -> list[Path]:
+        """Return the files that are mutated."""
+        top = root / self.folder
+        apart = [top / each for each in self.without]
+        files = sorted(top.rglob("*.py"))
+        return [each for each in files if not any(each.is_relative_to(folder) for folder in apart)]
+
+    def mutants(self, root: Path = ROOT) -> Iterator[Mutant]:
+        for path in self.files(root):
+            yield from mutants_of(str(path.relative_to(root / self.folder)), path.read_text())
+
+
+SUBJECTS = {
+    # On shm some lines of the engine differ.
+    "engine": Subject(
+        "engine",
+        "harness/engine",
+        (),
+        {"gloo": (4, ("suites",)), "shm": (1, ("suites/core", "suites/replicate"))},
+        ("engine", "selftest"),
+        0.95,
+    ),
+    # A session that hangs is one that a self-test has started, and would wait for much longer.
+    "core": Subject(
+        "core",
+        "harness",
+        ("engine", "conformance/adapters", "port"),
+        {"gloo": (4, ("suites/selftest",))},
+        ("projects",),
+        0.9,
+        ("--timeout=100",),
+    ),
+}
 
 
 @dataclass(frozen=True)
 class Claim:
-    """An item of the suites: on how many processes, how long, and the lines of the engine that it runs."""
+    """A test: on how many processes, how long, and the lines of what is mutated that it runs."""
 
     name: str
     backend: str
@@ -99,61 +156,105 @@ class Result:
     tried: int
 
 
-class Copy:
-    """A copy of the project in which tests run; made of another copy, what that compiled comes along."""
+class Base:
+    """A copy of the project as it is, below all that tests run in."""
 
-    def __init__(self, folder: Path, source: Path = ROOT) -> None:
+    def __init__(self, folder: Path, subject: Subject) -> None:
         self.folder = folder
-        ignored = shutil.ignore_patterns("selftest", "projects", *(["__pycache__"] if source == ROOT else []))
+        self.subject = subject
+        command = ["git", "-C", ROOT, "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
+        for name in subprocess.check_output(command, text=True).split("\0"):
+            if name and os.path.lexists(ROOT / name):
+                (folder / name).parent.mkdir(parents=True, exist_ok=True)
+                shutil.copy2(ROOT / name, folder / name, follow_symlinks=False)
         for package in ("harness", "suites"):
-            shutil.copytree(source / package, folder / package, ignore=ignored)
-        (folder / "lockstep").symlink_to("harness")
-        for file in ("pyproject.toml", "conftest.py"):
-            shutil.copy2(source / file, folder)
+            compileall.compile_dir(folder / package, quiet=2)
 
     @property
-    def engine(self) -> Path:
-        return self.folder / "harness" / "engine"
+    def top(self) -> Path:
+        return self.folder / self.subject.folder
+
+    def tests(self) -> list[Path]:
+        """Return the files of claims, and what is beside them."""
+        folders = {each for _, folders in self.subject.recorded.values() for each in folders}
+        files = (path for folder in folders for path in (self.folder / folder).rglob("*") if path.is_file())
+        return [
+            path
+            for path in files
+            if path.suffix != ".pyc" and not {*self.subject.apart} & {*path.relative_to(self.folder).parts}
+        ]
 
     def claims(self) -> dict[str, list[Path]]:
         """Return the names of the files of claims, each with itself and the conftest files that it sees."""
-        suites = self.folder / "suites"
-        files = (path for path in suites.rglob("test_*.py") if path.parts[-2] not in ("engine", "selftest"))
         return {
             str(path.relative_to(self.folder)): [
                 path,
-                *(
-                    each
-                    for folder in path.parents
-                    if folder.is_relative_to(suites)
-                    for each in folder.glob("conftest.py")
-                ),
+                *(each for folder in path.parents for each in folder.glob("conftest.py")),
             ]
-            for path in files
+            for path in self.tests()
+            if path.match("test_*.py")
         }
 
     def shared(self) -> list[Path]:
-        """Return the files that any claim may depend on: all that were copied but the files of claims."""
+        """Return the files that any claim may depend on: all of harness, and of tests but the claims."""
+        harness = (path for path in (self.folder / "harness").rglob("*") if path.is_file())
+        found = [self.folder / "conftest.py", self.folder / "pyproject.toml", *harness, *self.tests()]
         claims = {self.folder / name for name in self.claims()}
-        files = (each for each in self.folder.rglob("*") if each.is_file() and each.suffix != ".pyc")
-        return [each for each in files if each not in claims and each.name != "output.txt"]
+        return [each for each in found if each not in claims and each.suffix != ".pyc"]
 
-    def pytest(self, arguments: Sequence[str], limit: float, **variables: str) -> int:
-        """Run pytest with the plugin `claims`; return its exit status."""
-        command = [sys.executable, "-m", "pytest", "-p", "claims", "-p", "no:cacheprovider", "-q", *arguments]
-        path = os.pathsep.join((str(self.folder), str(HERE)))
+
+ENTER = """
+mount -t overlay overlay -o "lowerdir=$1:$2,upperdir=$3/edits,workdir=$3/work" "$2" &&
+mount --bind "$3/tmp" /tmp && mount -t tmpfs tmpfs /dev/shm && cd "$2" && shift 3 && "$@"
+exit $?
+"""
+"""Runs "$4" and so on with a copy "$1" of the project in place of the project "$2", and edits of "$3"."""
+
+
+class Copy:
+    """The project with edits, where only the processes see it that are started here.
+
+    They see no other process either, and end together: a mutant may signal the wrong ones, or hang. What they
+    see as /tmp is `tmp`.
+    """
+
+    def __init__(self, folder: Path, base: Base) -> None:
+        self.folder = folder
+        self.base = base
+        self.tmp = folder / "tmp"
+        for name in ("edits", "work", "tmp"):
+            (folder / name).mkdir()
+
+    def edit(self, file: str, text: str) -> None:
+        path = self.folder / "edits" / self.base.subject.folder / file
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+
+    def pytest(self, arguments: Sequence[str], limit: float, path: Sequence[Path] = (), **own: str) -> int:
+        """Run pytest with the plugin `claims`; return its exit status, -1 if it took longer than `limit`.
+
+        Args:
+            path: more folders of PYTHONPATH.
+        """
+        user = () if os.getuid() == 0 else ("--user", "--map-root-user")
+        apart = ("unshare", *user, "--mount", "--pid", "--fork", "--kill-child", "--mount-proc")
+        enter = ("sh", "-c", ENTER, "sh", str(self.base.folder), str(ROOT), str(self.folder))
+        command = [*apart, *enter, sys.executable, "-m", "pytest", "-p", "claims", "-p", "no:cacheprovider"]
+        environ = {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, (*path, HERE))), **own}
+        for name in ("TMPDIR", "PYTHONDONTWRITEBYTECODE"):
+            environ.pop(name, None)
         with open(self.folder / "output.txt", "w") as output:
             process = subprocess.Popen(
-                command,
-                cwd=self.folder,
-                env={**os.environ, "PYTHONPATH": path, **variables},
+                [*command, "-q", *self.base.subject.options, *arguments],
+                env=environ,
+                stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=subprocess.STDOUT,
             )
             try:
                 return process.wait(limit)
             except subprocess.TimeoutExpired:
-                process.kill()  # its ranks end with it
+                process.kill()
                 process.wait()
                 return -1
 
@@ -163,12 +264,18 @@ class Copy:
         return text if length < 0 else text[-length:]
 
 
+@contextlib.contextmanager
+def copy_of(base: Base) -> Iterator[Copy]:
+    with tempfile.TemporaryDirectory(prefix="mutant-", ignore_cleanup_errors=True) as folder:
+        yield Copy(Path(folder), base)
+
+
 def words_of(text: str) -> frozenset[str]:
     """Return the names and longer words in a text."""
     return frozenset(re.findall(r"[A-Za-z_]{5,}", text))
 
 
-def words_of_tests(base: Copy, files: Iterable[str]) -> dict[str, frozenset[str]]:
+def words_of_tests(base: Base, files: Iterable[str]) -> dict[str, frozenset[str]]:
     """Return the words of each test function of the files, by its node id, and of what it uses there."""
     found = {}
     for file in files:
@@ -208,23 +315,33 @@ def spread(names: Iterable[str], number: int) -> list[str]:
     ]
 
 
-def record(base: Copy) -> list[Claim]:
+def record(base: Base, rooms: Collection[str], jobs: int, minutes: float) -> list[Claim]:
     """Return all claims with the lines that they run: recorded, where what they depend on has changed.
 
-    Those of which no case like them is recorded have no lines.
+    Those of which no case like them is recorded have no lines; those that fail are none.
+
+    Args:
+        rooms: the names of the only folders of claims that are of interest; all, if empty.
+        minutes: after which no more files are begun, and the program ends.
     """
-    store = CACHE / f"claims-{digest(base.shared(), version('torch'))}"
+    ends = time.monotonic() + 60 * minutes
+    store = CACHE / f"{base.subject.name}-{digest(base.shared(), version('torch'))}"
     store.mkdir(parents=True, exist_ok=True)
     claims: list[Claim] = []
-    for backend, (number, folders) in RECORDED.items():
+    lines_of = functools.cache(frozenset[int])  # many claims run the same of a file
+    for backend, (number, folders) in base.subject.recorded.items():
         kept = {
             name: store / f"{backend}-{name.replace('/', '-')}-{digest(files)}.json"
             for name, files in base.claims().items()
-            if name.startswith(folders)
+            if name.startswith(folders) and (not rooms or PurePath(name).parent.name in rooms)
         }
-        if lacking := [name for name, path in kept.items() if not path.exists()]:
-            print(f"recording what {len(lacking)} files of claims run on {backend}", flush=True)
-            for name, rows in _recorded(base, backend, lacking, number).items():
+        lacking = [name for name, path in kept.items() if not path.exists()]
+        for begin in range(0, len(lacking), BATCH):
+            print(f"recording on {backend}: {begin} of {len(lacking)} files of claims", flush=True)
+            if time.monotonic() > ends:
+                raise SystemExit(f"not all were recorded in {minutes} minutes: start again")
+            batch = lacking[begin : begin + BATCH]
+            for name, rows in _recorded(base, backend, batch, number, jobs).items():
                 kept[name].write_text(json.dumps(rows))
         words = words_of_tests(base, kept)
         for path in kept.values():
@@ -234,7 +351,7 @@ def record(base: Copy) -> list[Claim]:
                     backend,
                     processes,
                     seconds,
-                    {file: frozenset(numbers) for file, numbers in lines.items()},
+                    {file: lines_of(tuple(numbers)) for file, numbers in lines.items()},
                     words.get(name.partition("[")[0], frozenset()) | words_of(name.partition("[")[2]),
                 )
                 for name, processes, seconds, lines in json.loads(path.read_text())
@@ -242,34 +359,74 @@ def record(base: Copy) -> list[Claim]:
     return claims
 
 
-def _recorded(base: Copy, backend: str, files: Sequence[str], number: int) -> dict[str, list[Row]]:
+Row = tuple[str, int, float, Mapping[str, Sequence[int]]]
+"""A claim, how many processes ran lines for it, the seconds that took, and those lines of each file."""
+
+
+def _recorded(base: Base, backend: str, files: Sequence[str], number: int, jobs: int) -> dict[str, list[Row]]:
     """Return a row for each claim of each of `files`; without lines for those that did not run."""
     options = ["--backend", backend, *files]
-    if base.pytest(["--collect-only", *options], 600):
-        raise SystemExit(base.output())
-    names = [line for line in base.output(-1).splitlines() if "::" in line and line.startswith("suites")]
-    with tempfile.TemporaryDirectory() as folder:
-        order = Path(folder) / "order.txt"
-        order.write_text("\n".join(spread(names, number)))
-        variables = {"LOCKSTEP_CLAIMS_RECORD": folder, "LOCKSTEP_CLAIMS_ORDER": str(order)}
-        if base.pytest(options, 3600, **variables, LOCKSTEP_CLAIMS_SECONDS="3600"):
-            raise SystemExit(f"the suites do not hold for the engine as it is:\n{base.output()}")
-        rows = [
-            json.loads(row) for path in Path(folder).glob("*.jsonl") for row in path.read_text().splitlines()
-        ]
-    found: dict[str, tuple[int, float, defaultdict[str, set[int]]]] = {
-        name: (0, 0.0, defaultdict(set)) for name in names
-    }
-    for name, seconds, lines in rows:
-        processes, longest, merged = found[name]
-        for file, numbers in lines.items():
-            merged[file] |= set(numbers)
-        found[name] = (processes + bool(lines), max(longest, seconds), merged)
+    with copy_of(base) as copy:
+        if copy.pytest(["--collect-only", *options], 600):
+            raise SystemExit(copy.output())
+        names = [line for line in copy.output(-1).splitlines() if "::" in line and line.startswith("suites")]
+    with copy_of(base) as copy:
+        (copy.tmp / "order.txt").write_text("\n".join(spread(names, number)))
+        variables = {
+            "LOCKSTEP_CLAIMS_RECORD": "/tmp/record",
+            "LOCKSTEP_CLAIMS_SOURCE": str(ROOT / base.subject.folder),
+            "LOCKSTEP_CLAIMS_ORDER": "/tmp/order.txt",
+            "LOCKSTEP_CLAIMS_SECONDS": "3600",
+        }
+        found = copy.tmp / "record"
+        found.mkdir()
+        at_once = ["-n", str(jobs), "--dist=loadfile"] if jobs > 1 else []
+        if copy.pytest([*at_once, *options], 3600, [HERE / "traced"], **variables) not in (0, 1):
+            raise SystemExit(copy.output())
+        items, failed = (
+            [json.loads(row) for path in found.glob(f"*.{kind}") for row in path.read_text().splitlines()]
+            for kind in ("items", "failed")
+        )
+        ran = _lines_in(found)
+    if failed:
+        print("these fail without an edit, and are no claims:", *sorted({name for (name,) in failed}))
+    seconds = dict.fromkeys(names, 0.0)
+    shared: dict[str, list[str]] = {}
+    for name, lasted, fixtures in items:
+        seconds[name] = max(lasted, seconds[name])
+        shared[name] = fixtures
     by_file: dict[str, list[Row]] = {name: [] for name in files}
-    for name, (processes, seconds, merged) in found.items():
-        row = (name, processes, seconds, {file: sorted(numbers) for file, numbers in merged.items()})
-        by_file[name.partition("::")[0]].append(row)
+    for name in names:
+        if [name] not in failed:
+            parts = [ran[each] for each in (name, *shared.get(name, ())) if each in ran]
+            merged: defaultdict[str, set[int]] = defaultdict(set)
+            for file, line in set[tuple[str, int]]().union(*(lines for _, lines in parts)):
+                merged[file].add(line)
+            processes = len({pid for pids, _ in parts for pid in pids})
+            lines = {file: sorted(numbers) for file, numbers in merged.items()}
+            by_file[name.partition("::")[0]].append((name, processes, seconds[name], lines))
     return by_file
+
+
+def _lines_in(folder: Path) -> dict[str, tuple[set[str], set[tuple[str, int]]]]:
+    """Return the processes that ran something for each item or fixture, and what they ran."""
+    found: defaultdict[str, tuple[set[str], set[tuple[str, int]]]] = defaultdict(lambda: (set(), set()))
+    for path in folder.glob("*.lines"):
+        pids, lines = found[""]
+        for row in path.read_text().splitlines():
+            if row.startswith("@"):
+                pids, lines = found[row[1:]]
+                pids.add(path.stem)
+            else:
+                file, _, line = row.rpartition(":")
+                lines.add((file, int(line)))
+    return found
+
+
+def room_of(file: str) -> str:
+    """Return the folder of self-tests of a file's room or feature; those of no room are at the top."""
+    parts = PurePath(file.removeprefix("features/")).parts
+    return parts[0] if len(parts) > 1 else "selftest"
 
 
 def in_order(
@@ -284,7 +441,7 @@ def in_order(
     First those that run the one of `branches` that the fewest run, or whose test has the one of `words` that
     the fewest have: the others seldom notice. Of these and of those first the nearest of each file of claims,
     then of each function, then second cases and so on. A claim is near if much of what it runs is in the file
-    of the mutant. On gloo, if any runs the line there.
+    of the mutant. Self-tests of its room or feature come before others. On gloo, if any runs the line there.
     """
     found = [each for each in claims if file in each.lines]
     if lines:
@@ -299,12 +456,15 @@ def in_order(
     inside = filter(None, ({e.name for e in found if line in e.lines[file]} for line in branches))
     having = filter(None, ({e.name for e in found if word in e.words} for word in words))
     rarest = min(inside, key=len, default=set()) | min(having, key=len, default=set())
-    rounds: defaultdict[tuple[bool, int, int], list[Claim]] = defaultdict(list)
+    room = room_of(file)
+    rounds: defaultdict[tuple[bool, bool, int, int], list[Claim]] = defaultdict(list)
     files: Counter[str] = Counter()
     functions: Counter[str] = Counter()
     for claim in sorted(found, key=nearness):
         is_common = claim.name not in rarest
-        rounds[is_common, functions[claim.function], min(files[claim.file], 1)].append(claim)
+        is_elsewhere = PurePath(claim.file).parent.name != room
+        key = is_common, is_elsewhere, functions[claim.function], min(files[claim.file], 1)
+        rounds[key].append(claim)
         files[claim.file] += 1
         functions[claim.function] += 1
     # One world after another: those of a size need no new ranks.
@@ -318,22 +478,22 @@ def near_to(mutant: Mutant, claims: Sequence[Claim]) -> list[Claim]:
     return in_order(claims, mutant.file, mutant.lines, mutant.branches, words_of(mutant.before))
 
 
-def failing(base: Copy, claims: Iterable[Claim], limit: float) -> set[tuple[str, str]]:
-    """Return the names and backends of those of the claims that fail for the engine as it is, too."""
+def failing(base: Base, claims: Iterable[Claim], limit: float) -> set[tuple[str, str]]:
+    """Return the names and backends of those of the claims that fail without an edit, too."""
     found = set()
     unique = {(each.backend, each.name): each for each in claims}
-    for backend in RECORDED:
+    for backend in sorted({each.backend for each in unique.values()}):
         left = [each for each in unique.values() if each.backend == backend]
         while left and (result := run(base, [], left, limit * len(left))).verdict != "survived":
             names = [each.name for each in left]
             if result.by not in names:
-                raise SystemExit(f"the claims do not run for the engine as it is: {result.by}")
+                raise SystemExit(f"the claims do not run without an edit: {result.by}")
             found.add((result.by, backend))
             left = left[names.index(result.by) + 1 :]
     return found
 
 
-def confirm(base: Copy, results: Sequence[tuple[Result, Sequence[Claim]]], limit: float) -> list[Result]:
+def confirm(base: Base, results: Sequence[tuple[Result, Sequence[Claim]]], limit: float) -> list[Result]:
     """Return the results, but "undecided" for each kill by a claim that fails without the mutant too.
 
     Args:
@@ -366,22 +526,21 @@ def verdict(status: int, by: str, late: bool) -> str:
     return "session" if status > 0 else ""
 
 
-def run(base: Copy, edits: Sequence[tuple[str, str]], claims: Sequence[Claim], limit: float) -> Result:
-    """Run the claims on a copy of the engine with other texts of the files in `edits`."""
+def run(base: Base, edits: Sequence[tuple[str, str]], claims: Sequence[Claim], limit: float) -> Result:
+    """Run the claims with other texts of the files in `edits`."""
     started = time.monotonic()
     if not claims:
         return Result("survived", "no claim runs it", 0.0, 0)
     count = 0
-    with tempfile.TemporaryDirectory(prefix="mutant-") as folder:
-        copy = Copy(Path(folder), base.folder)
+    with copy_of(base) as copy:
         for file, text in edits:
-            (copy.engine / file).write_text(text)
-        order, failed, tried = (copy.folder / f"{name}.txt" for name in ("order", "failed", "tried"))
+            copy.edit(file, text)
+        order, failed, tried = (copy.tmp / f"{name}.txt" for name in ("order", "failed", "tried"))
         for part in filter(None, (claims[:FIRST], claims[FIRST:])):
             order.write_text("\n".join(claim.name for claim in part))
             left = max(1.0, limit - (time.monotonic() - started))
             arguments = ["-x", "--tb=short", "--world-timeout=30", "--backend", part[0].backend]
-            variables = {"LOCKSTEP_CLAIMS_ORDER": str(order), "LOCKSTEP_CLAIMS_SECONDS": str(left)}
+            variables = {"LOCKSTEP_CLAIMS_ORDER": "/tmp/order.txt", "LOCKSTEP_CLAIMS_SECONDS": str(left)}
             files = dict.fromkeys(claim.file for claim in part)
             status = copy.pytest([*arguments, *files], left + 120, **variables)
             by, _, reason = (failed.read_text() if failed.exists() else "").partition("\n")
@@ -397,35 +556,35 @@ def run(base: Copy, edits: Sequence[tuple[str, str]], claims: Sequence[Claim], l
     return Result("survived", f"{count} claims hold", seconds, count)
 
 
-def choose(engine: Path, number: int, seed: int, only: str) -> list[Mutant]:
+def choose(base: Base, number: int, seed: int, only: str) -> list[Mutant]:
     """Return mutants of lines drawn from all that have some: a file has as many as it has lines to mutate."""
     by_line: defaultdict[tuple[str, int], list[Mutant]] = defaultdict(list)
-    for path in sorted(engine.glob("*.py")):
-        for mutant in mutants_of(path.name, path.read_text()):
-            if only in f"{mutant.file}:{mutant.function}:{mutant.line}:":
-                by_line[mutant.file, mutant.line].append(mutant)
+    for mutant in base.subject.mutants(base.folder):
+        if only in f"{mutant.file}:{mutant.function}:{mutant.line}:":
+            by_line[mutant.file, mutant.line].append(mutant)
     draw = random.Random(seed)
     lines = list(by_line)
     draw.shuffle(lines)
     return [draw.choice(by_line[line]) for line in lines[:number]]
 
 
-def equivalents(engine: Path) -> tuple[dict[tuple[str, str, str, str], str], Callable[[Mutant], str]]:
-    """Return the reason of each mutant of the engine that no claim can notice.
+def equivalents(
+    subject: Subject, root: Path = ROOT
+) -> tuple[dict[tuple[str, str, str, str], str], Callable[[Mutant], str]]:
+    """Return the reason of each mutant that no claim can notice.
 
     And a function that returns why no claim on CPU ranks runs a mutant, "" of any that one should run.
     """
-    with open(HERE / "equivalent.toml", "rb") as file:
+    with open(HERE / f"equivalent_{subject.name}.toml", "rb") as file:
         written = tomllib.load(file)
     lengths = {
         mutant.key: written["lengths"]["reason"]
-        for path in engine.glob("*.py")
-        for mutant in mutants_of(path.name, path.read_text())
+        for mutant in subject.mutants(root)
         if mutant.text == "False"
         and mutant.after.count("strict=True") < mutant.before.count("strict=True")
         and f"{mutant.file}:{mutant.function}" not in written["lengths"]["given"]
     }
-    entries = written["equivalent"]
+    entries = written.get("equivalent", ())
     reasons = lengths | {(e["file"], e["function"], e["before"], e["after"]): e["reason"] for e in entries}
     accelerators = {
         (file, line) for file, lines in written["accelerators"]["lines"].items() for line in lines
@@ -437,7 +596,7 @@ def equivalents(engine: Path) -> tuple[dict[tuple[str, str, str, str], str], Cal
     return reasons, elsewhere
 
 
-def report(results: Sequence[tuple[Mutant, Result]]) -> str:
+def report(results: Sequence[tuple[Mutant, Result]], wanted: float) -> str:
     """Return the tables: by file, and of each mutant that is left."""
     kinds: defaultdict[str, Counter[str]] = defaultdict(Counter)
     for mutant, result in results:
@@ -457,15 +616,16 @@ def report(results: Sequence[tuple[Mutant, Result]]) -> str:
     if killed := [result for _, result in results if result.verdict in KILLED]:
         parts.append(f"to the first failure: {median(r.seconds for r in killed):.0f} s in the median")
     decided = len(results) - sum(total[name] for name in APART)
-    share = f"{len(killed)} of {decided} that CPU ranks run and that are not equivalent are killed: 95 %"
-    held = {share: len(killed) >= 0.95 * decided}
+    share = f"{len(killed)} of {decided} that CPU ranks run and are not equivalent are killed: {wanted:.0%}"
+    held = {share: len(killed) >= wanted * decided}
     return "\n\n".join([*parts, verdicts(held)])
 
 
-def each_mutant(base: Copy, arguments: argparse.Namespace, claims: Sequence[Claim]) -> None:
+def each_mutant(
+    base: Base, arguments: argparse.Namespace, chosen: Sequence[Mutant], claims: Sequence[Claim]
+) -> None:
     """Run the mutants that are chosen, and print what became of them."""
-    reasons, elsewhere = equivalents(base.engine)
-    chosen = choose(base.engine, arguments.mutants, arguments.seed, arguments.only)
+    reasons, elsewhere = equivalents(base.subject, base.folder)
     ends = time.monotonic() + 60 * arguments.minutes
 
     def decide(mutant: Mutant) -> tuple[Result, Sequence[Claim]] | None:
@@ -476,7 +636,7 @@ def each_mutant(base: Copy, arguments: argparse.Namespace, claims: Sequence[Clai
             return Result("elsewhere", reason, 0.0, 0), ()
         if time.monotonic() > ends:
             return None
-        text = mutant.apply((base.engine / mutant.file).read_text())
+        text = mutant.apply((base.top / mutant.file).read_text())
         return run(base, [(mutant.file, text)], near, arguments.limit), near
 
     mutants, results = [], []
@@ -491,17 +651,17 @@ def each_mutant(base: Copy, arguments: argparse.Namespace, claims: Sequence[Clai
                 place = f"{mutant.file}:{mutant.line} [{mutant.before}] -> [{mutant.after}]"
                 print(result.verdict, f"{result.seconds:.0f} s", result.tried, place, result.by, flush=True)
     confirmed = confirm(base, results, arguments.limit)
-    print("\n" + report(list(zip(mutants, confirmed, strict=True))))
+    print("\n" + report(list(zip(mutants, confirmed, strict=True)), base.subject.wanted))
     if lost := len(chosen) - len(results):
         print(f"{lost} of {len(chosen)} were not begun in {arguments.minutes} minutes")
 
 
-def each_injection(base: Copy, arguments: argparse.Namespace, claims: Sequence[Claim]) -> None:
+def each_injection(base: Base, arguments: argparse.Namespace, claims: Sequence[Claim]) -> None:
     """Run each bug of the corpus, and print the claim that notices it."""
 
     def decide(name: str) -> tuple[Result, Sequence[Claim]]:
         injection = CORPUS[name]
-        source = (base.engine / injection.file).read_text()
+        source = (base.top / injection.file).read_text()
         assert source.count(injection.before) == 1, f"{name}: {injection.before!r}"
         first = source[: source.index(injection.before)].count("\n") + 1
         functions = [n for n in ast.walk(ast.parse(source)) if isinstance(n, ast.FunctionDef)]
@@ -523,32 +683,45 @@ def each_injection(base: Copy, arguments: argparse.Namespace, claims: Sequence[C
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("--of", choices=SUBJECTS, default="engine", help="what is mutated (default: engine)")
     parser.add_argument("--mutants", type=int, default=120, help="how many (default: 120)")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--jobs", type=int, default=2, help="how many at a time (default: 2)")
     parser.add_argument("--only", default="", help="of this FILE:FUNCTION:LINE:, a part of it, or bug")
     parser.add_argument("--minutes", type=float, default=60, help="begin none after that (default: 60)")
     parser.add_argument(
+        "--near", action="store_true", help="of the core: run self-tests of the same rooms alone"
+    )
+    parser.add_argument(
         "--limit", type=float, default=150, help="seconds for the claims of one (default: 150)"
     )
     parser.add_argument(
         "--corpus", action="store_true", help="bugs that real engines had, in place of mutants"
     )
+    parser.add_argument("--record", action="store_true", help="record the claims, and do no more")
     parser.add_argument("--show", action="store_true", help="print the mutants and the claims that would run")
     arguments = parser.parse_args()
+    if arguments.corpus and arguments.of != "engine":
+        parser.error("--corpus: its bugs are those of engines")
+    if arguments.near and arguments.of != "core":
+        parser.error("--near: the claims of an engine are of no room")
     with tempfile.TemporaryDirectory(prefix="power-") as folder:
-        base = Copy(Path(folder))
-        claims = record(base)
+        base = Base(Path(folder), SUBJECTS[arguments.of])
+        chosen = choose(base, arguments.mutants, arguments.seed, arguments.only)
+        rooms = {room_of(mutant.file) for mutant in chosen} if arguments.near else ()
+        claims = record(base, rooms, arguments.jobs, arguments.minutes)
         print(describe_machine(), f"{len(claims)} claims", flush=True)
+        if arguments.record:
+            return
         if arguments.show:
-            for mutant in choose(base.engine, arguments.mutants, arguments.seed, arguments.only):
+            for mutant in chosen:
                 near = near_to(mutant, claims)
                 print(f"{mutant.file}:{mutant.line} {mutant.function} [{mutant.before}] -> [{mutant.after}]")
                 print(f"    {len(near)} claims: {', '.join(claim.name for claim in near[:3])}")
         elif arguments.corpus:
             each_injection(base, arguments, claims)
         else:
-            each_mutant(base, arguments, claims)
+            each_mutant(base, arguments, chosen, claims)
 
 
 if __name__ == "__main__":

@@ -1,55 +1,83 @@
-"""A pytest plugin of `benchmarks/power.py`, in the controller and in ranks: which claim runs which lines.
+"""A pytest plugin of `benchmarks/power.py`, in the controller and in ranks: which claims run, and what fails.
 
-With LOCKSTEP_CLAIMS_RECORD set to a folder, each process adds the lines of the engine that a claim runs to a
-file of its own there. With LOCKSTEP_CLAIMS_ORDER set to a file of node ids these run alone, in that order, as
-long as LOCKSTEP_CLAIMS_SECONDS says; what failed first, "late" if by a deadline, and how
-many ran, is written beside it.
+With LOCKSTEP_CLAIMS_RECORD set to a folder, each process adds the seconds and the fixtures of a claim to a
+file of its own there; `traced/sitecustomize.py` adds the lines that it runs, by what this plugin says is
+running. With LOCKSTEP_CLAIMS_ORDER set to a file of node ids these run alone, in that order, as long as
+LOCKSTEP_CLAIMS_SECONDS says; what failed first, "late" if by a deadline, and how many ran, is written beside
+it.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 import lockstep
 
-ENGINE = Path(lockstep.__file__).parent / "engine"
-RECORD, ORDER, SECONDS = (f"LOCKSTEP_CLAIMS_{name}" for name in ("RECORD", "ORDER", "SECONDS"))
+PACKAGE = Path(lockstep.__file__).parent
+RECORD, ITEM, ORDER, SECONDS = (f"LOCKSTEP_CLAIMS_{name}" for name in ("RECORD", "ITEM", "ORDER", "SECONDS"))
+LATE = ("timed out after", "from pytest-timeout")
+"""What the report of a test has that a deadline has ended."""
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Refuse to measure another engine than that of this directory."""
-    if not ENGINE.is_relative_to(config.rootpath):
-        raise pytest.UsageError(f"the engine is that of {ENGINE}, not one below {config.rootpath}")
+    """Refuse to measure another package than that of this directory."""
+    if not PACKAGE.is_relative_to(config.rootpath):
+        raise pytest.UsageError(f"the package is {PACKAGE}, not one below {config.rootpath}")
     if (order := os.environ.get(ORDER)) and not config.pluginmanager.hasplugin("harness-rank"):
         config.pluginmanager.register(Watch(Path(order).parent, float(os.environ[SECONDS])))
 
 
+@contextlib.contextmanager
+def running(name: str) -> Iterator[None]:
+    """Have the lines that this process runs, and those that it starts, recorded under a name."""
+    before = os.environ.get(ITEM, "")
+    os.environ[ITEM] = name
+    try:
+        yield
+    finally:
+        os.environ[ITEM] = before
+
+
+def write(name: str, row: list[Any]) -> None:
+    with open(Path(os.environ[RECORD]) / f"{os.getpid()}.{name}", "a") as file:
+        file.write(json.dumps(row) + "\n")
+
+
 @pytest.hookimpl(wrapper=True, tryfirst=True)
 def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
-    """Record the lines that an item runs, in each of its processes, and how long it takes."""
-    if not (folder := os.environ.get(RECORD)):
+    """Record what an item runs, how long it takes, and what it shares with others."""
+    if RECORD not in os.environ:
         return (yield)
-    import coverage
-
-    tracer = coverage.Coverage(data_file=None, include=[f"{ENGINE}/*"], config_file=False)
-    tracer.set_option("run:disable_warnings", ["no-data-collected"])
     started = time.perf_counter()
-    tracer.start()
-    try:
+    with running(item.nodeid):
+        try:
+            return (yield)
+        finally:
+            nodes = [node.nodeid for node in item.listchain()]
+            shared = [f"{node}#{name}" for node in nodes for name in getattr(item, "fixturenames", ())]
+            write("items", [item.nodeid, round(time.perf_counter() - started, 3), shared])
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_fixture_setup(fixturedef: pytest.FixtureDef[Any], request: Any) -> Iterator[None]:
+    """Record what a fixture of a file runs under its own name: each test that uses it may notice a mutant."""
+    if RECORD not in os.environ or fixturedef.scope == "function":
         return (yield)
-    finally:
-        tracer.stop()
-        seconds = round(time.perf_counter() - started, 3)
-        data = tracer.get_data()
-        lines = {Path(file).name: sorted(data.lines(file) or ()) for file in data.measured_files()}
-        with open(Path(folder) / f"{os.getpid()}.jsonl", "a") as file:
-            file.write(json.dumps([item.nodeid, seconds, lines]) + "\n")
+    with running(f"{request.node.nodeid}#{fixturedef.argname}"):
+        return (yield)
+
+
+def pytest_runtest_logreport(report: pytest.TestReport) -> None:
+    if report.failed and RECORD in os.environ:
+        write("failed", [report.nodeid])
 
 
 @pytest.hookimpl(trylast=True)
@@ -76,7 +104,7 @@ class Watch:
         self.names.add(report.nodeid)
         self.tried.write_text(str(len(self.names)))
         if report.failed and not self.failed.exists():
-            late = "late" if "timed out after" in str(report.longrepr) else ""
+            late = "late" if any(words in str(report.longrepr) for words in LATE) else ""
             self.failed.write_text(f"{report.nodeid}\n{late}")
         if report.when == "teardown" and time.monotonic() > self.ends:
             self.session.shouldstop = "its time is up"
