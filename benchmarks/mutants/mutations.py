@@ -285,23 +285,28 @@ class Finder(ast.NodeVisitor):
 
 @functools.cache
 def mutants_of(file: str, source: str) -> tuple[Mutant, ...]:
-    """Return the mutants of a file that are still Python, each of a class or function once."""
+    """Return the mutants of a file that are still Python, each of a function once."""
     finder = Finder(file, source)
-    ends = [
-        0,
-        *(finder.at(node.end_lineno or 0, node.end_col_offset or 0) for node in ast.parse(source).body),
-    ]
+    ends, indented = [0], []
+    for node in ast.parse(source).body:
+        inside = node.body if isinstance(node, ast.ClassDef) else [node]
+        ends += [finder.at(each.end_lineno or 0, each.end_col_offset or 0) for each in inside]
+        indented += [place > 0 for place in range(len(inside))]
+
+    def tree(place: int, part: str) -> tuple[int, str]:
+        return place, ast.dump(ast.parse(f"if True:{part}" if indented[place] else part))
+
     parts = [source[start:stop] for start, stop in itertools.pairwise(ends)]
-    seen = {(place, ast.dump(ast.parse(part))) for place, part in enumerate(parts)}
+    seen = {tree(place, part) for place, part in enumerate(parts)}
     found = []
     for mutant in finder.found:
         place = bisect.bisect_right(ends, mutant.start) - 1
         start, stop = (where - ends[place] for where in (mutant.start, mutant.stop))
         try:
-            tree = place, ast.dump(ast.parse(parts[place][:start] + mutant.text + parts[place][stop:]))
+            mutated = tree(place, parts[place][:start] + mutant.text + parts[place][stop:])
         except SyntaxError:
             continue
-        if tree not in seen:
-            seen.add(tree)
+        if mutated not in seen:
+            seen.add(mutated)
             found.append(mutant)
     return tuple(found)
