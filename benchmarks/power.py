@@ -49,7 +49,7 @@ from mutants.mutations import Mutant, mutants_of
 ROOT = Path(__file__).parents[1]
 HERE = ROOT / "benchmarks" / "mutants"
 CACHE = ROOT / "build" / "power"
-BATCH = 10
+BATCH = 5
 """How many files of claims are recorded in one session."""
 FIRST = 8
 """How many claims run in a session of their own: most mutants fail one, and it collects few files."""
@@ -237,7 +237,17 @@ class Copy:
             path: more folders of PYTHONPATH.
         """
         user = () if os.getuid() == 0 else ("--user", "--map-root-user")
-        apart = ("unshare", *user, "--mount", "--pid", "--fork", "--kill-child", "--mount-proc")
+        apart = (
+            "setpriv",
+            "--pdeathsig=KILL",
+            "unshare",
+            *user,
+            "--mount",
+            "--pid",
+            "--fork",
+            "--kill-child",
+            "--mount-proc",
+        )
         enter = ("sh", "-c", ENTER, "sh", str(self.base.folder), str(ROOT), str(self.folder))
         command = [*apart, *enter, sys.executable, "-m", "pytest", "-p", "claims", "-p", "no:cacheprovider"]
         environ = {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, (*path, HERE))), **own}
@@ -556,11 +566,12 @@ def run(base: Base, edits: Sequence[tuple[str, str]], claims: Sequence[Claim], l
     return Result("survived", f"{count} claims hold", seconds, count)
 
 
-def choose(base: Base, number: int, seed: int, only: str) -> list[Mutant]:
+def choose(base: Base, number: int, seed: int, only: Sequence[str]) -> list[Mutant]:
     """Return mutants of lines drawn from all that have some: a file has as many as it has lines to mutate."""
     by_line: defaultdict[tuple[str, int], list[Mutant]] = defaultdict(list)
     for mutant in base.subject.mutants(base.folder):
-        if only in f"{mutant.file}:{mutant.function}:{mutant.line}:":
+        place = f"{mutant.file}:{mutant.function}:{mutant.line}:"
+        if not only or any(each in place for each in only):
             by_line[mutant.file, mutant.line].append(mutant)
     draw = random.Random(seed)
     lines = list(by_line)
@@ -670,7 +681,8 @@ def each_injection(base: Base, arguments: argparse.Namespace, claims: Sequence[C
         near = in_order(claims, injection.file, lines)
         return run(base, [(injection.file, injection.apply(source))], near, arguments.limit), near
 
-    names = [name for name in CORPUS if arguments.only in name][: arguments.mutants]
+    only = arguments.only or [""]
+    names = [name for name in CORPUS if any(each in name for each in only)][: arguments.mutants]
     results = []
     with ThreadPoolExecutor(arguments.jobs) as pool:
         for name, decided in zip(names, pool.map(decide, names), strict=True):
@@ -687,7 +699,9 @@ def main() -> None:
     parser.add_argument("--mutants", type=int, default=120, help="how many (default: 120)")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--jobs", type=int, default=2, help="how many at a time (default: 2)")
-    parser.add_argument("--only", default="", help="of this FILE:FUNCTION:LINE:, a part of it, or bug")
+    parser.add_argument(
+        "--only", nargs="+", default=(), help="of one of these: parts of FILE:FUNCTION:LINE:, or bugs"
+    )
     parser.add_argument("--minutes", type=float, default=60, help="begin none after that (default: 60)")
     parser.add_argument(
         "--near", action="store_true", help="of the core: run self-tests of the same rooms alone"
