@@ -237,25 +237,16 @@ class Copy:
             path: more folders of PYTHONPATH.
         """
         user = () if os.getuid() == 0 else ("--user", "--map-root-user")
-        apart = (
-            "setpriv",
-            "--pdeathsig=KILL",
-            "unshare",
-            *user,
-            "--mount",
-            "--pid",
-            "--fork",
-            "--kill-child",
-            "--mount-proc",
-        )
+        apart = ("unshare", *user, "--mount", "--pid", "--fork", "--kill-child", "--mount-proc")
         enter = ("sh", "-c", ENTER, "sh", str(self.base.folder), str(ROOT), str(self.folder))
-        command = [*apart, *enter, sys.executable, "-m", "pytest", "-p", "claims", "-p", "no:cacheprovider"]
+        run = (sys.executable, "-m", "pytest", "-p", "claims", "-p", "no:cacheprovider", "-q")
+        command = ["setpriv", "--pdeathsig=KILL", *apart, *enter, *run, *self.base.subject.options]
         environ = {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, (*path, HERE))), **own}
         for name in ("TMPDIR", "PYTHONDONTWRITEBYTECODE"):
             environ.pop(name, None)
         with open(self.folder / "output.txt", "w") as output:
             process = subprocess.Popen(
-                [*command, "-q", *self.base.subject.options, *arguments],
+                [*command, *arguments],
                 env=environ,
                 stdin=subprocess.DEVNULL,
                 stdout=output,
@@ -351,7 +342,7 @@ def record(base: Base, rooms: Collection[str], jobs: int, minutes: float) -> lis
             if time.monotonic() > ends:
                 raise SystemExit(f"not all were recorded in {minutes} minutes: start again")
             batch = lacking[begin : begin + BATCH]
-            for name, rows in _recorded(base, backend, batch, number, jobs).items():
+            for name, rows in recorded(base, backend, batch, number, jobs).items():
                 kept[name].write_text(json.dumps(rows))
         words = words_of_tests(base, kept)
         for path in kept.values():
@@ -373,7 +364,7 @@ Row = tuple[str, int, float, Mapping[str, Sequence[int]]]
 """A claim, how many processes ran lines for it, the seconds that took, and those lines of each file."""
 
 
-def _recorded(base: Base, backend: str, files: Sequence[str], number: int, jobs: int) -> dict[str, list[Row]]:
+def recorded(base: Base, backend: str, files: Sequence[str], number: int, jobs: int) -> dict[str, list[Row]]:
     """Return a row for each claim of each of `files`; without lines for those that did not run."""
     options = ["--backend", backend, *files]
     with copy_of(base) as copy:
@@ -397,7 +388,7 @@ def _recorded(base: Base, backend: str, files: Sequence[str], number: int, jobs:
             [json.loads(row) for path in found.glob(f"*.{kind}") for row in path.read_text().splitlines()]
             for kind in ("items", "failed")
         )
-        ran = _lines_in(found)
+        ran = lines_in(found)
     if failed:
         print("these fail without an edit, and are no claims:", *sorted({name for (name,) in failed}))
     seconds = dict.fromkeys(names, 0.0)
@@ -418,7 +409,7 @@ def _recorded(base: Base, backend: str, files: Sequence[str], number: int, jobs:
     return by_file
 
 
-def _lines_in(folder: Path) -> dict[str, tuple[set[str], set[tuple[str, int]]]]:
+def lines_in(folder: Path) -> dict[str, tuple[set[str], set[tuple[str, int]]]]:
     """Return the processes that ran something for each item or fixture, and what they ran."""
     found: defaultdict[str, tuple[set[str], set[tuple[str, int]]]] = defaultdict(lambda: (set(), set()))
     for path in folder.glob("*.lines"):

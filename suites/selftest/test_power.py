@@ -1,12 +1,14 @@
-"""The mutants and bugs of `benchmarks/power.py` still are edits of the engine as it is."""
+"""The mutants and bugs of `benchmarks/power.py` still are edits of the project, and it judges as it says."""
 
 from __future__ import annotations
 
 import ast
 import importlib.util
+import os
+import subprocess
 import sys
 import tomllib
-from pathlib import Path
+from pathlib import Path, PurePath
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
@@ -34,16 +36,28 @@ def test_each_bug_of_the_corpus_is_an_edit_of_the_engine(monkeypatch: Any) -> No
         ast.parse(injection.apply(source))
 
 
-def test_each_equivalent_is_a_mutant_of_the_engine(monkeypatch: Any) -> None:
-    mutants_of = loaded("mutations", monkeypatch).mutants_of
-    entries = tomllib.loads((MUTANTS / "equivalent.toml").read_text())["equivalent"]
+@pytest.mark.parametrize("name", ["engine", "core"])
+def test_each_equivalent_is_a_mutant(monkeypatch: Any, name: str) -> None:
+    module = power(monkeypatch)
+    folder = PROJECT / module.SUBJECTS[name].folder
+    entries = tomllib.loads((MUTANTS / f"equivalent_{name}.toml").read_text())["equivalent"]
     assert entries
     found = {
         mutant.key
         for file in {entry["file"] for entry in entries}
-        for mutant in mutants_of(file, (ENGINE / file).read_text())
+        for mutant in module.mutants_of(file, (folder / file).read_text())
     }
     assert {tuple(e[k] for k in ("file", "function", "before", "after")) for e in entries} <= found
+
+
+def test_the_core_is_all_of_harness_but_engines_and_port(monkeypatch: Any) -> None:
+    module = power(monkeypatch)
+    files = {str(path.relative_to(PROJECT)) for path in module.SUBJECTS["core"].files()}
+    assert {"harness/subtests.py", "harness/world/world.py", "harness/features/leaks/guard.py"} <= files
+    apart = ("harness/engine/", "harness/conformance/adapters/", "harness/port/")
+    assert not any(file.startswith(apart) for file in files)
+    engine = {str(path.relative_to(PROJECT)) for path in module.SUBJECTS["engine"].files()}
+    assert engine == {f"harness/engine/{path.name}" for path in ENGINE.glob("*.py")}
 
 
 def test_claims_that_run_the_rarest_branch_come_first(monkeypatch: Any) -> None:
@@ -60,6 +74,18 @@ def test_claims_that_run_the_rarest_branch_come_first(monkeypatch: Any) -> None:
     names = [claim.file for claim in module.in_order(claims, "f.py", mutant.lines, mutant.branches)]
     assert names == ["b.py", "a.py", "c.py"]
     assert module.in_order(claims, "f.py", mutant.lines)[0].file == "a.py"
+
+
+def test_claims_of_the_room_of_a_mutant_come_first(monkeypatch: Any) -> None:
+    module = power(monkeypatch)
+    lines = {"features/leaks/guard.py": frozenset({1})}
+    claims = [
+        module.Claim(f"suites/selftest/{folder}/test_a.py::test", "gloo", 2, 1.0, lines)
+        for folder in ("world", "leaks", "fake")
+    ]
+    found = module.in_order(claims, "features/leaks/guard.py", (1,))
+    assert [PurePath(each.file).parent.name for each in found] == ["leaks", "world", "fake"]
+    assert [module.room_of(file) for file in ("subtests.py", "world/world.py")] == ["selftest", "world"]
 
 
 def test_claims_with_the_rarest_word_of_the_line_come_first(monkeypatch: Any, tmp_path: Path) -> None:
@@ -146,8 +172,8 @@ def test_what_fails_without_a_mutant_is_no_kill(monkeypatch: Any) -> None:
 
 def test_lines_of_accelerators_are_apart_only_if_no_claim_runs_them(monkeypatch: Any) -> None:
     module = power(monkeypatch)
-    _, elsewhere = module.equivalents(ENGINE)
-    written = tomllib.loads((MUTANTS / "equivalent.toml").read_text())["accelerators"]
+    _, elsewhere = module.equivalents(module.SUBJECTS["engine"])
+    written = tomllib.loads((MUTANTS / "equivalent_engine.toml").read_text())["accelerators"]
     found = {
         (file, m.before)
         for file in written["lines"]
@@ -163,3 +189,63 @@ def test_a_run_of_no_claims_is_no_verdict(monkeypatch: Any) -> None:
     assert [verdict(0, "", False), verdict(2, "", False), verdict(4, "", False)] == ["", "session", "session"]
     with pytest.raises(SystemExit, match="none of the chosen claims"):
         verdict(5, "", False)
+
+
+TRACED = """
+import os
+from lockstep.output import truncate
+if os.fork() == 0:
+    os.environ["LOCKSTEP_CLAIMS_ITEM"] = "forked"
+    truncate("text", 3)
+    os.kill(os.getpid(), 9)
+os.wait()
+"""
+
+
+def test_lines_of_a_process_that_is_killed_are_recorded(monkeypatch: Any, tmp_path: Path) -> None:
+    module = power(monkeypatch)
+    variables = {"RECORD": str(tmp_path), "SOURCE": str(PROJECT / "harness"), "ITEM": "first"}
+    environ = {f"LOCKSTEP_CLAIMS_{name}": value for name, value in variables.items()}
+    subprocess.run(
+        [sys.executable, "-c", TRACED], env=os.environ | environ | {"PYTHONPATH": path}, check=True
+    )
+    ran = module.lines_in(tmp_path)
+    processes, lines = ran["forked"]
+    texts = (PROJECT / "harness" / "output.py").read_text().splitlines()
+    assert len(processes) == 1
+    assert {texts[line - 1].strip() for file, line in lines if file == "output.py"} >= {
+        "if len(text) <= most:",
+        "head, tail = _head(text[:half]), _tail(text[-half:])",
+    }
+    assert not ran["first"][1] & lines
+
+
+SAMPLE_CLAIMS = """
+import os
+from pathlib import Path
+from lockstep import process_tree
+
+def test_edit():
+    assert process_tree.END_WITHIN == 7
+
+def test_processes():
+    assert max(int(name) for name in os.listdir("/proc") if name.isdecimal()) < 100
+"""
+
+
+def test_an_edit_is_seen_by_its_own_processes_alone(monkeypatch: Any, tmp_path: Path) -> None:
+    module = power(monkeypatch)
+    if subprocess.run(["unshare", "--mount", "--pid", "--fork", "true"], check=False).returncode:
+        pytest.skip("no name spaces here")
+    claims, copied = tmp_path / "base" / "suites" / "selftest", tmp_path / "copy"
+    claims.mkdir(parents=True)
+    copied.mkdir()
+    (claims / "test_of_an_edit.py").write_text(SAMPLE_CLAIMS)
+    source = (PROJECT / "harness" / "process_tree.py").read_text()
+    base = SimpleNamespace(folder=tmp_path / "base", subject=module.SUBJECTS["core"])
+    copy = module.Copy(copied, base)
+    copy.edit("process_tree.py", source.replace("END_WITHIN = 2.0", "END_WITHIN = 7"))
+    status = copy.pytest(["suites/selftest/test_of_an_edit.py"], 60)
+    assert (status, copy.output(-1).splitlines()[-1][:8]) == (0, "2 passed")
+    assert (PROJECT / "harness" / "process_tree.py").read_text() == source
+    assert not (PROJECT / "suites" / "selftest" / "test_of_an_edit.py").exists()
