@@ -27,6 +27,7 @@ import os
 import random
 import re
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
@@ -710,6 +711,7 @@ def main() -> None:
         parser.error("--corpus: its bugs are those of engines")
     if arguments.near and arguments.of != "core":
         parser.error("--near: the claims of an engine are of no room")
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # so that folders are removed
     with tempfile.TemporaryDirectory(prefix="power-") as folder:
         base = Base(Path(folder), SUBJECTS[arguments.of])
         chosen = choose(base, arguments.mutants, arguments.seed, arguments.only)

@@ -206,9 +206,8 @@ def test_lines_of_a_process_that_is_killed_are_recorded(monkeypatch: Any, tmp_pa
     module = power(monkeypatch)
     variables = {"RECORD": str(tmp_path), "SOURCE": str(PROJECT / "harness"), "ITEM": "first"}
     environ = {f"LOCKSTEP_CLAIMS_{name}": value for name, value in variables.items()}
-    subprocess.run(
-        [sys.executable, "-c", TRACED], env=os.environ | environ | {"PYTHONPATH": path}, check=True
-    )
+    environ["PYTHONPATH"] = str(MUTANTS / "traced")
+    subprocess.run([sys.executable, "-c", TRACED], env=os.environ | environ, check=True)
     ran = module.lines_in(tmp_path)
     processes, lines = ran["forked"]
     texts = (PROJECT / "harness" / "output.py").read_text().splitlines()
