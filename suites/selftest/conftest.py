@@ -47,24 +47,24 @@ def clean_environment() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def make_project() -> Iterator[Project]:
+def make_project(request: pytest.FixtureRequest) -> Iterator[Project]:
     # Not under `tmp_path`, which is deep under pytest-xdist: files are looked for where they usually are.
     with tempfile.TemporaryDirectory(prefix="lockstep-", ignore_cleanup_errors=True) as path:
-        project = Project(Path(path))
+        project = Project(Path(path), fresh=request.path.parent.name == "launch")
         yield project
         project.kill()
 
 
 @pytest.fixture
-def project() -> Iterator[Project]:
-    with make_project() as project:
+def project(request: pytest.FixtureRequest) -> Iterator[Project]:
+    with make_project(request) as project:
         yield project
 
 
 @pytest.fixture(scope="module")
-def shared_project() -> Iterator[Project]:
+def shared_project(request: pytest.FixtureRequest) -> Iterator[Project]:
     """One project for several tests, which look at one session from different sides."""
-    with make_project() as project:
+    with make_project(request) as project:
         yield project
 
 
