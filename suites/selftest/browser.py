@@ -44,6 +44,7 @@ os.execv(sys.argv[2], sys.argv[2:])
 """
 # Names of keys, with the codes that Windows has for them: without one a key has no effect of its own.
 KEYS = {
+    "Backspace": 8,
     "Tab": 9,
     "Enter": 13,
     "End": 35,
@@ -53,7 +54,7 @@ KEYS = {
     "ArrowRight": 39,
     "ArrowDown": 40,
 }
-SECONDS = 60
+SECONDS = 30
 """Seconds that an answer may take, on a busy machine."""
 
 
