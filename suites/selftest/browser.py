@@ -18,7 +18,7 @@ import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 NAMES = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable", "chrome")
 OPTIONS = (
@@ -56,6 +56,15 @@ KEYS = {
 }
 SECONDS = 30
 """Seconds that an answer may take, on a busy machine."""
+
+
+class Box(NamedTuple):
+    """Edges of an element, in pixels of CSS."""
+
+    left: float
+    top: float
+    right: float
+    bottom: float
 
 
 class BrowserError(Exception):
@@ -193,28 +202,27 @@ class Browser:
             self.call("Input.dispatchKeyEvent", type="keyDown", key=character, text=character)
             self.call("Input.dispatchKeyEvent", type="keyUp", key=character)
 
-    def extents(self, selector: str) -> list[list[float]]:
-        """Return the left and the right edges, in the window, of all elements that a selector finds."""
-        boxes = f"[...document.querySelectorAll({json.dumps(selector)})].map(e => e.getBoundingClientRect())"
-        found: list[list[float]] = self.run(f"{boxes}.map(box => [box.left, box.right])")
-        return found
+    def boxes(self, selector: str) -> list[Box]:
+        """Return the places, in the window, of all elements that a selector finds."""
+        found = f"[...document.querySelectorAll({json.dumps(selector)})].map(e => e.getBoundingClientRect())"
+        return [Box(*edges) for edges in self.run(f"{found}.map(b => [b.left, b.top, b.right, b.bottom])")]
 
     def click(self, selector: str) -> None:
         """Click at the middle of the first element that a selector finds."""
-        found = f"document.querySelector({json.dumps(selector)})"
-        self.run(f"{found}.scrollIntoView({{block: 'center'}})")
-        box = self.run(f"{found}.getBoundingClientRect().toJSON()")
-        place = {"x": box["x"] + box["width"] / 2, "y": box["y"] + box["height"] / 2}
+        self.run(f"document.querySelector({json.dumps(selector)}).scrollIntoView({{block: 'center'}})")
+        box = self.boxes(selector)[0]
+        place = {"x": (box.left + box.right) / 2, "y": (box.top + box.bottom) / 2}
         for kind in ("mousePressed", "mouseReleased"):
             self.call("Input.dispatchMouseEvent", type=kind, button="left", clickCount=1, **place)
 
-    def picture(self, height: float) -> bytes:
-        """Return the page from its top, in the width of the window, as PNG.
+    def picture(self, top: float, bottom: float) -> bytes:
+        """Return a part of the page, in the width of the window, as PNG.
 
         Args:
-            height: pixels of CSS.
+            top: pixels of CSS from the top of the page.
+            bottom: pixels of CSS from the top of the page.
         """
         width = self.run("innerWidth")
-        clip = {"x": 0, "y": 0, "width": width, "height": height, "scale": 1}
+        clip = {"x": 0, "y": top, "width": width, "height": bottom - top, "scale": 1}
         shot = self.call("Page.captureScreenshot", format="png", clip=clip, captureBeyondViewport=True)
         return base64.b64decode(shot["data"])

@@ -102,7 +102,7 @@ def test_a_broken_cell_leads_into_its_cause(path: Path, browser: Browser, script
     browser.click("#table td.b a")
     browser.wait("document.querySelector('#c0').closest('details').open")
     assert "ValueError: no" in browser.run(f"{cause}.innerText")
-    assert 0 <= browser.run(f"{cause}.getBoundingClientRect().top") < browser.run("innerHeight")
+    assert 0 <= browser.boxes("#c0")[0].top < browser.run("innerHeight")
 
 
 def test_without_scripts_all_rows_are_there_and_no_filter(path: Path, browser: Browser) -> None:

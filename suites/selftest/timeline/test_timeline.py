@@ -224,10 +224,10 @@ def test_a_bar_leads_to_its_row_of_the_table(drawn: Drawn, browser: Browser, scr
 def test_a_page_opens_with_the_fault_in_sight(drawn: Drawn, browser: Browser, test: str, file: str) -> None:
     browser.resize(600, 700)  # less than the picture needs
     browser.open(drawn.page(test, file))
-    ((left, right),) = browser.extents(".picture")
-    boxes = browser.extents(".missing, .waits, .failed, .mismatch")
-    assert boxes
-    assert [box for box in boxes if not left <= box[0] < box[1] <= right] == []
+    (window,) = browser.boxes(".picture")
+    faults = browser.boxes(".missing, .waits, .failed, .mismatch")
+    assert faults
+    assert [box for box in faults if not window.left <= box.left < box.right <= window.right] == []
 
 
 def test_the_index_lists_all_tests(drawn: Drawn) -> None:
