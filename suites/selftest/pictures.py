@@ -136,7 +136,10 @@ def coloured(text: str) -> str:
     style: dict[str, str] = {}
     for number, part in enumerate(SGR.split(text)):
         if number % 2 == 0:
-            parts.append(f'<span style="{";".join(style.values())}">{escape(part)}</span>' if part else "")
+            shown = escape(part)
+            parts.append(
+                f'<span style="{"; ".join(style.values())}">{shown}</span>' if style and part else shown
+            )
             continue
         for code in part.split(";"):
             if not code.strip("0"):

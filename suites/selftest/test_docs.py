@@ -19,7 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from lockstep import engine
 from lockstep.engine import FullyShardedDataParallel, MixedPrecision
-from suites.selftest.pictures import MOST
+from suites.selftest.pictures import LEFT_OUT, MOST, coloured
 
 THEIRS = (composable.fully_shard, replicate_with_fsdp.replicate)
 PROJECT = Path(__file__).parents[2]
@@ -77,6 +77,13 @@ def test_pictures_are_small_and_each_is_on_a_page():
         *pictures
     }
     assert 0 < max(pictures.values()) <= MOST
+
+
+def test_a_picture_of_a_terminal_has_its_colours_and_no_stacks():
+    report = "MainThread:\n  File 'x'\n--- timeline: \x1b[1m\x1b[31ma<b\x1b[39;49;00m c\x1b[0m"
+    bold = '<span style="font-weight: bold; color: #ff7b72">'
+    shown = coloured(LEFT_OUT.sub("...\n", report))
+    assert shown == f"...\n--- timeline: {bold}a&lt;b</span> c"
 
 
 SITE = {
