@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from suites.selftest.browser import Browser, find_browser, start_browser
 from suites.selftest.fault_session import FaultSession, run_faults
 from suites.selftest.project import WITHOUT_PLUGINS, Project, Run, copy_project, run_pytest
 from suites.selftest.second_tries import pytest_runtest_setup  # noqa: F401
@@ -103,6 +104,16 @@ def session(
     session = run_faults(request.module.FAULTS, path, *plugins, backend=backend)
     yield session
     session.assert_healthy()
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Browser]:
+    """A headless browser; tests that use it are skipped where there is none."""
+    program = find_browser()
+    if program is None:
+        pytest.skip("no Chromium on the PATH, nor named by LOCKSTEP_BROWSER")
+    with start_browser(program) as started:
+        yield started
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
