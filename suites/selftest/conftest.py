@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from suites.selftest.browser import Browser, find_browser, start_browser
 from suites.selftest.fault_session import FaultSession, run_faults
 from suites.selftest.project import WITHOUT_PLUGINS, Project, Run, copy_project, run_pytest
 from suites.selftest.second_tries import pytest_runtest_setup  # noqa: F401
@@ -47,24 +48,24 @@ def clean_environment() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def make_project() -> Iterator[Project]:
+def make_project(request: pytest.FixtureRequest) -> Iterator[Project]:
     # Not under `tmp_path`, which is deep under pytest-xdist: files are looked for where they usually are.
     with tempfile.TemporaryDirectory(prefix="lockstep-", ignore_cleanup_errors=True) as path:
-        project = Project(Path(path))
+        project = Project(Path(path), fresh=request.path.parent.name == "launch")
         yield project
         project.kill()
 
 
 @pytest.fixture
-def project() -> Iterator[Project]:
-    with make_project() as project:
+def project(request: pytest.FixtureRequest) -> Iterator[Project]:
+    with make_project(request) as project:
         yield project
 
 
 @pytest.fixture(scope="module")
-def shared_project() -> Iterator[Project]:
+def shared_project(request: pytest.FixtureRequest) -> Iterator[Project]:
     """One project for several tests, which look at one session from different sides."""
-    with make_project() as project:
+    with make_project(request) as project:
         yield project
 
 
@@ -103,6 +104,16 @@ def session(
     session = run_faults(request.module.FAULTS, path, *plugins, backend=backend)
     yield session
     session.assert_healthy()
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Browser]:
+    """A headless browser; tests that use it are skipped where there is none."""
+    program = find_browser()
+    if program is None:
+        pytest.skip("no Chromium on the PATH, nor named by LOCKSTEP_BROWSER")
+    with start_browser(program) as started:
+        yield started
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:

@@ -5,8 +5,6 @@ from __future__ import annotations
 import os
 import re
 import shutil
-import subprocess
-import sys
 from dataclasses import dataclass
 from pathlib import Path
 from xml.etree import ElementTree
@@ -14,6 +12,7 @@ from xml.etree import ElementTree
 import pytest
 
 from suites.selftest.project import PROJECTS, line_of
+from suites.selftest.warm_pytest import run_to_end
 
 FAULTS = PROJECTS / "faults"
 
@@ -77,17 +76,9 @@ def run_faults(name: str, path: Path, *plugins: str, backend: str = "gloo") -> F
     copy_faults(name, path)
     loaded = [f"-p{plugin}" for plugin in ("lockstep.plugin", *plugins, "healthy", "stopwatch")]
     options = ("--junitxml=report.xml", "-ra", "--world-timeout=30", f"--backend={backend}")
-    done = subprocess.run(
-        [sys.executable, "-m", "pytest", *loaded, *options],
-        cwd=path,
-        env=os.environ | {"PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"},
-        capture_output=True,
-        timeout=300,
-        check=False,
-    )
-    return FaultSession(
-        path, read_verdicts(path), done.stdout.decode(errors="replace"), done.returncode, backend
-    )
+    environ = os.environ | {"PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
+    status, output = run_to_end((*loaded, *options), path, environ, timeout=300)
+    return FaultSession(path, read_verdicts(path), output, status, backend)
 
 
 def read_verdicts(path: Path) -> dict[str, Verdict]:

@@ -11,11 +11,13 @@ import subprocess
 import sys
 import time
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from xml.etree import ElementTree
+
+from suites.selftest.warm_pytest import run_to_end
 
 PROJECTS = Path(__file__).parent / "projects"
 
@@ -86,21 +88,10 @@ class Run:
         return re.sub(r" in [\d.]+s.*|=", "", self.lines[-1]).strip()
 
 
-def run_pytest(path: Path, *args: str, cwd: str = ".", **environ: str) -> Run:
+def run_pytest(path: Path, *args: str, cwd: str = ".", fresh: bool = False, **environ: str) -> Run:
     """Run pytest in a directory, or in `cwd` below it, with more variables in its environment."""
-    done = subprocess.run(
-        [sys.executable, "-m", "pytest", f"--junitxml={path}/report.xml", "-ra", *args],
-        cwd=path / cwd,
-        env={**os.environ, **environ},
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        errors="replace",
-        timeout=300,
-        check=False,
-    )
-    return Run(path, done.returncode, done.stdout)
+    arguments = (f"--junitxml={path}/report.xml", "-ra", *args)
+    return Run(path, *run_to_end(arguments, path / cwd, os.environ | environ, timeout=300, fresh=fresh))
 
 
 @dataclass
@@ -111,6 +102,8 @@ class Project:
     mark: str = field(default_factory=lambda: uuid.uuid4().hex)
     plugins: bool = False
     """Whether pytest loads the installed plugins: each new rank would import them, too."""
+    fresh: bool = False
+    """Whether `run` takes a new interpreter, for tests of how sessions start and what they import."""
     started: list[subprocess.Popen[str]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
@@ -143,16 +136,10 @@ class Project:
             environ: variables in addition to those of this process.
             prepare: called in the new process before it becomes pytest.
         """
-        own = {"TMPDIR": str(tmpdir or self.path / "tmp"), "LOCKSTEP_TEST_MARK": self.mark}
-        if not self.plugins:
-            own["PYTEST_DISABLE_PLUGIN_AUTOLOAD"] = "1"
-            args = ("-p", "lockstep.plugin", *args)
-        command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-ra", *args]
         process = subprocess.Popen(
-            command,
+            [sys.executable, "-m", "pytest", *self._arguments(args)],
             cwd=self.path / cwd,
-            # What cannot be encoded is then escaped by who prints it, as on a terminal, and not by pytest.
-            env={**os.environ, "PYTHONIOENCODING": "", **own, **(environ or {})},
+            env=self._environ(tmpdir, environ),
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
@@ -165,8 +152,20 @@ class Project:
 
     def run(self, *args: str, tmpdir: Path | None = None, environ: dict[str, str] | None = None) -> str:
         """Run pytest to its end; return what it printed."""
-        process = self.start(*args, tmpdir=tmpdir, environ=environ)
-        return process.communicate(timeout=300)[0]
+        variables = self._environ(tmpdir, environ)
+        arguments = self._arguments(args)
+        return run_to_end(arguments, self.path, variables, 300, "backslashreplace", fresh=self.fresh)[1]
+
+    def _arguments(self, args: Sequence[str]) -> list[str]:
+        plugin = () if self.plugins else ("-p", "lockstep.plugin")
+        return ["-p", "no:cacheprovider", "-ra", *plugin, *args]
+
+    def _environ(self, tmpdir: Path | None, environ: dict[str, str] | None) -> dict[str, str]:
+        own = {"TMPDIR": str(tmpdir or self.path / "tmp"), "LOCKSTEP_TEST_MARK": self.mark}
+        if not self.plugins:
+            own["PYTEST_DISABLE_PLUGIN_AUTOLOAD"] = "1"
+        # What cannot be encoded is then escaped by who prints it, as on a terminal, and not by pytest.
+        return {**os.environ, "PYTHONIOENCODING": "", **own, **(environ or {})}
 
     def interrupt(self, process: subprocess.Popen[str], *signals: signal.Signals) -> str:
         """Send signals to all processes of a job, as a terminal does; return what pytest printed."""

@@ -19,6 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from lockstep import engine
 from lockstep.engine import FullyShardedDataParallel, MixedPrecision
+from suites.selftest.pictures import LEFT_OUT, MOST, coloured
 
 THEIRS = (composable.fully_shard, replicate_with_fsdp.replicate)
 PROJECT = Path(__file__).parents[2]
@@ -64,9 +65,25 @@ def test_the_site_lists_each_page_once():
 
 
 def test_every_link_of_the_readme_leads_to_a_page_or_drawing():
-    links = re.findall(r"\]\((?!https://)([^)#]+)[^)]*\)", (PROJECT / "README.md").read_text())
+    links = re.findall(r'(?:\]\(|src=")(?!https://)([^)"#]+)[^)"]*[)"]', (PROJECT / "README.md").read_text())
     assert len(links) > 20
     assert [link for link in links if not (PROJECT / link).is_file()] == []
+
+
+def test_pictures_are_small_and_each_is_on_a_page():
+    pictures = {path.name: path.stat().st_size for path in (DOCS / "images").iterdir()}
+    text = "".join(page.read_text() for page in PAGES)
+    assert {name for name in pictures if f"(images/{name})" in text or f"(../images/{name})" in text} == {
+        *pictures
+    }
+    assert 0 < max(pictures.values()) <= MOST
+
+
+def test_a_picture_of_a_terminal_has_its_colours_and_no_stacks():
+    report = "MainThread:\n  File 'x'\n--- timeline: \x1b[1m\x1b[31ma<b\x1b[39;49;00m c\x1b[0m"
+    bold = '<span style="font-weight: bold; color: #ff7b72">'
+    shown = coloured(LEFT_OUT.sub("...\n", report))
+    assert shown == f"...\n--- timeline: {bold}a&lt;b</span> c"
 
 
 SITE = {

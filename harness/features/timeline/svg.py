@@ -13,6 +13,7 @@ NAME, PHASES, BAR, GAP = 18, 14, 24, 16
 """Pixels, from the top of a lane: its name, its phases, a row of bars; and what is below."""
 CHARACTER = 9
 """Units of a character of a label: the picture may be compressed to 0.7 pixels a unit."""
+TEST_PHASES = ("setup", "call", "teardown")
 KINDS = ("all_gather", "reduce_scatter", "all_reduce", "all_to_all", "broadcast", "barrier")
 
 
@@ -72,7 +73,9 @@ class _Drawing:
             '<g class="lane">',
             f'<line class="compute" x1="0" x2="{end:.2f}%" y1="{middle}" y2="{middle}"/>',
         ]
-        parts += [self._span(span, top + NAME) for span in lane.spans]
+        # Those of the test's phases are thin, and below the labels of others.
+        spans = sorted(lane.spans, key=lambda span: span.name not in TEST_PHASES)
+        parts += [self._span(span, top + NAME) for span in spans]
         parts += [self._missing(lane, bars_top + BAR * len(rows))] if self._absent(lane) else []
         for number, row in enumerate(rows):
             parts += [self._bar(lane, bar, bars_top + number * BAR) for bar in row]
@@ -91,8 +94,8 @@ class _Drawing:
             return ""
         known = "" if span.is_measured else ", from its first to its last collective"
         kind = span.name if span.name in ("forward", "backward", "optimizer", "fixture") else "phase"
-        height, top = (4, y + 8) if span.name in ("setup", "call", "teardown") else (10, y + 1)
-        text = "" if height == 4 else f'<text x="3" y="8.5">{escape(span.name)}</text>'
+        height, top = (4, y + 8) if span.name in TEST_PHASES else (10, y + 1)
+        text = "" if height == 4 else f'<text x="3" y="8">{escape(span.name)}</text>'
         return (
             f'<svg x="{left:.2f}%" y="{top}" width="{right - left:.2f}%" height="{height}">'
             f'<rect class="span {kind}" width="100%" height="100%"/>{text}'
@@ -144,7 +147,8 @@ class _Drawing:
         right = max(right, left + 100 * 8 / self._scale.width)
         kind = kind_of(bar)
         marks = "".join(f" {mark}" for mark in (bar.state, "mismatch" if bar.is_mismatch else "") if mark)
-        marks += " turn" if bar.is_in_vain and lane.rank not in self._timeline.at_fault else ""
+        is_fault = bar.is_mismatch or lane.rank in self._timeline.at_fault
+        marks += " turn" if bar.is_in_vain and not is_fault else ""
         open_end = " open" if not bar.has_end and bar.state in ("over", "inferred") else ""
         word = {"waits": " waits", "failed": " failed"}.get(bar.state, "") + (" ≠" if bar.is_mismatch else "")
         label = self._fitting(self._label(bar) + word, bar, self._scale.units(left, right))

@@ -235,15 +235,15 @@ class _Reader:
         for back, (_, ranks) in enumerate(reversed(joins[:-1]), 1):
             for gone in {key[1] for keys in self._keys.values() for key in keys if key[1] // _WORLD == back}:
                 self._groups[DEFAULT_GROUP, gone] = ranks
-        # gloo does not record that a collective failed with a connection: it was the last one of that rank.
+        # gloo does not record that a collective failed with a connection: it was the last one begun then.
         self._lost = {
-            self._keys[each.rank][-1]
+            key: int(at * 1e9)
             for each in outcome.ranks
-            if self._keys.get(each.rank) and _lost_connection(each)
+            for at in (*_lost_connections(each), *each.lost_others)
+            for key in self._begun_by(each.rank, int(at * 1e9))[-1:]
         }
-        for each in outcome.ranks:
-            for at in each.lost_others:
-                self._lost |= set(self._begun_by(each.rank, int(at * 1e9))[-1:])
+        begun = (entry["time_created_ns"] for record in records.values() for entry in record.entries)
+        self._last_begun = max(begun)
         self._called: dict[Key, dict[int, Entry]] = defaultdict(dict)
         for rank, record in records.items():
             for key, entry in zip(self._keys[rank], record.entries, strict=True):
@@ -328,6 +328,8 @@ class _Reader:
         recorded = min(int(entry.get("time_discovered_completed_ns") or 0), self._end)
         # Without a record, a collective cannot have ended before its last rank began it.
         end = self._joined[key] if state == "over" and not entry["is_p2p"] else self._end
+        if state == "failed" and self._lost.get(key, end) < self._last_begun:  # other cases follow
+            end = self._lost[key]
         return Bar(
             key=key,
             op=entries.operation(entry),
@@ -465,9 +467,10 @@ def _keys(record: FlightRecord, names: Mapping[str, str], num_worlds: int) -> li
     return keys
 
 
-def _lost_connection(rank: RankOutcome) -> bool:
-    texts = (str(report.get("longrepr")) for report in rank.reports if report["outcome"] == "failed")
-    return any(BROKEN_CONNECTION.search(text) for text in texts)
+def _lost_connections(rank: RankOutcome) -> list[float]:
+    """Return when a rank's test, or cases of it, failed with a connection: other cases may follow one."""
+    failed = (report for report in rank.reports if report["outcome"] == "failed")
+    return [report["stop"] for report in failed if BROKEN_CONNECTION.search(str(report.get("longrepr")))]
 
 
 def _spans_of(bars: tuple[Bar, ...]) -> list[Span]:

@@ -126,6 +126,7 @@ class TestPlain(unittest.TestCase):
 def test_the_option_costs_other_projects_nothing(project: Project) -> None:
     (project.path / "test_plain.py").write_text(UNRELATED)
     project.write_ini("ranks_adopt = torch deepspeed")
+    project.fresh = True
     assert verdicts_of(project) == {"TestPlain.test_nothing_is_loaded": "passed"}
 
 

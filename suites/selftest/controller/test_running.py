@@ -72,7 +72,7 @@ def hooked(tmp_path_factory: pytest.TempPathFactory) -> Run:
     path = tmp_path_factory.mktemp("hooked")
     for name in ("census", "worker_plugins", "hooked"):
         copy_project(name, path)
-    return run_pytest(path, "-v", "-p", "census", *PLUGINS)
+    return run_pytest(path, "-v", "-p", "census", *PLUGINS, fresh=True)
 
 
 @pytest.fixture(scope="module")

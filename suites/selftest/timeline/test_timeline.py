@@ -16,6 +16,7 @@ import pytest
 
 from lockstep.features.timeline import files
 from lockstep.features.timeline.trace import can_write_trace
+from suites.selftest.browser import Browser
 from suites.selftest.project import Project, line_of
 
 
@@ -34,6 +35,9 @@ class Drawn:
 
     def folder(self, test: str, file: str = "test_training.py") -> Path:
         return self.path / "out" / file / test
+
+    def page(self, test: str, file: str = "test_training.py") -> Path:
+        return self.folder(test, file) / "timeline.html"
 
     def calls(self, test: str) -> list[tuple[str, str, str]]:
         """Return operation, phase and innermost line of each call of rank 0, off a page."""
@@ -140,6 +144,12 @@ def test_only_the_rank_at_fault_is_red(drawn: Drawn) -> None:
     assert '<p class="sentence">rank 1 of 2 died: SIGKILL</p>' in page
 
 
+def test_only_calls_of_the_case_that_failed_have_failed(drawn: Drawn) -> None:
+    page = drawn.page("test_the_first_case_differs", "test_waits.py").read_text()
+    assert re.findall(r'class="bar (\w+) failed', page) == ["all_reduce", "barrier"]
+    assert len(re.findall(r'class="bar all_reduce over', page)) == 2 * 2 * 5
+
+
 @pytest.mark.parametrize("backend", ["gloo", "shm"])
 def test_a_call_has_its_phase_and_line(drawn: Drawn, backend: str) -> None:
     calls = drawn.calls(f"test_phases[{backend}]")
@@ -161,10 +171,69 @@ def test_a_failure_in_a_fake_world_says_why_it_has_no_timeline(drawn: Drawn) -> 
     assert "none: a fake world keeps no record of what its ranks call" in report
 
 
+# In a browser
+
+FOCUSED = "document.activeElement.querySelector('title').textContent"
+"""Description of the bar that has the focus."""
+
+
+def test_tab_leads_to_the_fault_and_arrows_along_its_lane(drawn: Drawn, browser: Browser) -> None:
+    browser.open(drawn.page("test_fault[other_order]"))
+    met = []
+    for key in ("Tab", "ArrowLeft", "ArrowLeft", "ArrowRight", "ArrowRight", "ArrowRight"):
+        browser.press(key)
+        assert browser.run("details.textContent") == browser.run(FOCUSED)
+        met.append(browser.run(FOCUSED).partition(" of ")[0])
+    names = ["all_reduce #7", "all_reduce #3", "all_reduce #6", "all_reduce #3", "all_reduce #7"]
+    assert met == [f"rank 0: {name}" for name in [*names, "all_reduce #7"]]  # the last one of its lane
+
+
+def test_arrows_lead_to_the_same_collective_of_other_ranks(drawn: Drawn, browser: Browser) -> None:
+    browser.open(drawn.page("test_fault[other_order]"))
+    browser.press("Tab", "ArrowLeft", "ArrowLeft", "ArrowDown")
+    assert browser.run(FOCUSED).startswith("rank 1: all_reduce #6 of group ")
+    # Two bars and their join.
+    assert browser.run("[...document.querySelectorAll('.same')].map(e => e.tagName)") == ["g", "a", "a"]
+    browser.press("ArrowDown")  # there is no rank 2
+    assert browser.run(FOCUSED).startswith("rank 1: all_reduce #6 ")
+    browser.press("ArrowUp")
+    assert browser.run(FOCUSED).startswith("rank 0: all_reduce #6 ")
+
+
+@pytest.mark.parametrize("scripts", [True, False], ids=["scripts", "no_scripts"])
+def test_a_bar_leads_to_its_row_of_the_table(drawn: Drawn, browser: Browser, scripts: bool) -> None:
+    browser.open(drawn.page("test_fault[other_order]"), scripts)
+    if scripts:
+        browser.press("Tab", "Enter")
+    else:
+        browser.click("svg a .waits")
+    row = browser.run("[...document.querySelector('tr:target').cells].map(cell => cell.innerText)")
+    place = drawn.place("dist.all_reduce(norm, group=self.shard_group)")
+    assert row[:2] == ["0", "all_reduce #7"]
+    assert row[-1].startswith(f"clip() at {place}\nstep() at engine.py:")
+
+
+@pytest.mark.parametrize(
+    ("test", "file"),
+    [
+        ("test_fault[other_order]", "test_training.py"),
+        ("test_fault[dies_in_backward]", "test_training.py"),
+        ("test_the_first_case_differs", "test_waits.py"),
+    ],
+)
+def test_a_page_opens_with_the_fault_in_sight(drawn: Drawn, browser: Browser, test: str, file: str) -> None:
+    browser.resize(600, 700)  # less than the picture needs
+    browser.open(drawn.page(test, file))
+    (window,) = browser.boxes(".picture")
+    faults = browser.boxes(".missing, .waits, .failed, .mismatch")
+    assert faults
+    assert [box for box in faults if not window.left <= box.left < box.right <= window.right] == []
+
+
 def test_the_index_lists_all_tests(drawn: Drawn) -> None:
     index = (drawn.path / "out" / "index.html").read_text()
     pages = re.findall(r'href="([^"]+)"', index)
-    assert len(pages) == 9 + 2  # none of the fake world
+    assert len(pages) == 10 + 2  # none of the fake world
     assert all((drawn.path / "out" / page).exists() for page in pages)
 
 

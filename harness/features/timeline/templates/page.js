@@ -29,8 +29,10 @@
       }
     });
   }
-  const fault = document.querySelector(".missing, .waits, .failed, .death");
-  if (fault) picture.scrollLeft = picture.scrollWidth; // the end, where the fault is
+  const fault = document.querySelector(".missing, .waits, .failed, .mismatch, .death");
+  // The end of the first fault, with a quarter of the window for what came after it: most often nothing.
+  const right = (element) => element.getBoundingClientRect().right;
+  if (fault) picture.scrollLeft += right(fault) - right(picture) + picture.clientWidth / 4;
   // Tab leads to one bar, arrow keys from there.
   for (const bar of bars) bar.tabIndex = -1;
   const first = bars.find((bar) => bar.querySelector(".waits, .failed, .mismatch")) || bars[0];

@@ -26,3 +26,14 @@ def test_two_groups_of_one_name(world):
         dist.all_reduce(torch.ones(1))
     elif world.rank == 1:
         dist.destroy_process_group(group)
+
+
+@pytest.mark.ranks(2)
+def test_the_first_case_differs(world, run_subtests):
+    def claim(case):
+        if (case, world.rank) == (0, 1):
+            dist.barrier()
+        for _ in range(5):
+            dist.all_reduce(torch.ones(1))
+
+    run_subtests({"case": range(3)}, claim)
