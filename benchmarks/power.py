@@ -445,20 +445,22 @@ def in_order(
     then of each function, then second cases and so on. A claim is near if much of what it runs is in the file
     of the mutant. Self-tests of its room or feature come before others. On gloo, if any runs the line there.
     """
+    room = room_of(file)
     found = [each for each in claims if file in each.lines]
+    if not (found or lines):  # it declares names, which others read
+        found = [each for each in claims if each.lines and PurePath(each.file).parent.name == room]
     if lines:
         running = ([each for each in found if line in each.lines[file]] for line in lines)
         found = next(filter(None, running), [])
     backend = "gloo" if any(each.backend == "gloo" for each in found) else "shm"
 
     def nearness(claim: Claim) -> float:
-        return -len(claim.lines[file]) / claim.size / (0.5 + claim.seconds)
+        return -len(claim.lines.get(file, ())) / claim.size / (0.5 + claim.seconds)
 
     found = [each for each in found if each.backend == backend]
     inside = filter(None, ({e.name for e in found if line in e.lines[file]} for line in branches))
     having = filter(None, ({e.name for e in found if word in e.words} for word in words))
     rarest = min(inside, key=len, default=set()) | min(having, key=len, default=set())
-    room = room_of(file)
     rounds: defaultdict[tuple[bool, bool, int, int], list[Claim]] = defaultdict(list)
     files: Counter[str] = Counter()
     functions: Counter[str] = Counter()

@@ -85,6 +85,8 @@ def test_claims_of_the_room_of_a_mutant_come_first(monkeypatch: Any) -> None:
     ]
     found = module.in_order(claims, "features/leaks/guard.py", (1,))
     assert [PurePath(each.file).parent.name for each in found] == ["leaks", "world", "fake"]
+    declares = module.in_order(claims, "features/fake/names.py", ())
+    assert [PurePath(each.file).parent.name for each in declares] == ["fake"]
     assert [module.room_of(file) for file in ("subtests.py", "world/world.py")] == ["selftest", "world"]
 
 
