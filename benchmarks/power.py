@@ -50,7 +50,7 @@ from mutants.mutations import Mutant, mutants_of
 ROOT = Path(__file__).parents[1]
 HERE = ROOT / "benchmarks" / "mutants"
 CACHE = ROOT / "build" / "power"
-BATCH = 5
+BATCH = 3
 """How many files of claims are recorded in one session."""
 FIRST = 8
 """How many claims run in a session of their own: most mutants fail one, and it collects few files."""
@@ -385,28 +385,30 @@ def recorded(base: Base, backend: str, files: Sequence[str], number: int, jobs: 
         at_once = ["-n", str(jobs), "--dist=loadfile"] if jobs > 1 else []
         if copy.pytest([*at_once, *options], 3600, [HERE / "traced"], **variables) not in (0, 1):
             raise SystemExit(copy.output())
-        items, failed = (
+        ended, failed = (
             [json.loads(row) for path in found.glob(f"*.{kind}") for row in path.read_text().splitlines()]
-            for kind in ("items", "failed")
+            for kind in ("names", "failed")
         )
         ran = lines_in(found)
     if failed:
         print("these fail without an edit, and are no claims:", *sorted({name for (name,) in failed}))
-    seconds = dict.fromkeys(names, 0.0)
+    seconds: defaultdict[str, float] = defaultdict(float)
     shared: dict[str, list[str]] = {}
-    for name, lasted, fixtures in items:
+    for name, lasted, fixtures in ended:
         seconds[name] = max(lasted, seconds[name])
         shared[name] = fixtures
     by_file: dict[str, list[Row]] = {name: [] for name in files}
     for name in names:
         if [name] not in failed:
-            parts = [ran[each] for each in (name, *shared.get(name, ())) if each in ran]
+            own = (name, *shared.get(name, ()))
+            parts = [ran[each] for each in own if each in ran]
             merged: defaultdict[str, set[int]] = defaultdict(set)
             for file, line in set[tuple[str, int]]().union(*(lines for _, lines in parts)):
                 merged[file].add(line)
             processes = len({pid for pids, _ in parts for pid in pids})
             lines = {file: sorted(numbers) for file, numbers in merged.items()}
-            by_file[name.partition("::")[0]].append((name, processes, seconds[name], lines))
+            row = name, processes, max(seconds[each] for each in own), lines
+            by_file[name.partition("::")[0]].append(row)
     return by_file
 
 

@@ -35,35 +35,33 @@ def pytest_configure(config: pytest.Config) -> None:
         config.pluginmanager.register(Watch(Path(order).parent, float(os.environ[SECONDS])))
 
 
+def write(kind: str, row: list[Any]) -> None:
+    with open(Path(os.environ[RECORD]) / f"{os.getpid()}.{kind}", "a") as file:
+        file.write(json.dumps(row) + "\n")
+
+
 @contextlib.contextmanager
-def running(name: str) -> Iterator[None]:
-    """Have the lines that this process runs, and those that it starts, recorded under a name."""
+def running(name: str, shared: list[str]) -> Iterator[None]:
+    """Have the lines of this process, and of those that it starts, recorded under a name, and the seconds."""
     before = os.environ.get(ITEM, "")
     os.environ[ITEM] = name
+    started = time.perf_counter()
     try:
         yield
     finally:
         os.environ[ITEM] = before
-
-
-def write(name: str, row: list[Any]) -> None:
-    with open(Path(os.environ[RECORD]) / f"{os.getpid()}.{name}", "a") as file:
-        file.write(json.dumps(row) + "\n")
+        write("names", [name, round(time.perf_counter() - started, 3), shared])
 
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)
 def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
-    """Record what an item runs, how long it takes, and what it shares with others."""
+    """Record what an item runs, how long it takes, and the fixtures that it may share with others."""
     if RECORD not in os.environ:
         return (yield)
-    started = time.perf_counter()
-    with running(item.nodeid):
-        try:
-            return (yield)
-        finally:
-            nodes = [node.nodeid for node in item.listchain()]
-            shared = [f"{node}#{name}" for node in nodes for name in getattr(item, "fixturenames", ())]
-            write("items", [item.nodeid, round(time.perf_counter() - started, 3), shared])
+    nodes = [node.nodeid for node in item.listchain()]
+    shared = [f"{node}#{name}" for node in nodes for name in getattr(item, "fixturenames", ())]
+    with running(item.nodeid, shared):
+        return (yield)
 
 
 @pytest.hookimpl(wrapper=True)
@@ -71,7 +69,7 @@ def pytest_fixture_setup(fixturedef: pytest.FixtureDef[Any], request: Any) -> It
     """Record what a fixture of a file runs under its own name: each test that uses it may notice a mutant."""
     if RECORD not in os.environ or fixturedef.scope == "function":
         return (yield)
-    with running(f"{request.node.nodeid}#{fixturedef.argname}"):
+    with running(f"{request.node.nodeid}#{fixturedef.argname}", []):
         return (yield)
 
 
