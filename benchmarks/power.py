@@ -133,6 +133,8 @@ class Claim:
     lines: Mapping[str, frozenset[int]]
     words: frozenset[str] = frozenset()
     """Those of its test, and of what that uses of its file."""
+    shares: str = ""
+    """The name of the longest fixture that it shares with other claims of its file."""
 
     @property
     def file(self) -> str:
@@ -355,14 +357,15 @@ def record(base: Base, rooms: Collection[str], jobs: int, minutes: float) -> lis
                     seconds,
                     {file: lines_of(tuple(numbers)) for file, numbers in lines.items()},
                     words.get(name.partition("[")[0], frozenset()) | words_of(name.partition("[")[2]),
+                    shares,
                 )
-                for name, processes, seconds, lines in json.loads(path.read_text())
+                for name, processes, seconds, lines, shares in json.loads(path.read_text())
             ]
     return claims
 
 
-Row = tuple[str, int, float, Mapping[str, Sequence[int]]]
-"""A claim, how many processes ran lines for it, the seconds that took, and those lines of each file."""
+Row = tuple[str, int, float, Mapping[str, Sequence[int]], str]
+"""What a `Claim` is made of: name, processes, seconds, lines, and what it shares."""
 
 
 def recorded(base: Base, backend: str, files: Sequence[str], number: int, jobs: int) -> dict[str, list[Row]]:
@@ -373,7 +376,8 @@ def recorded(base: Base, backend: str, files: Sequence[str], number: int, jobs: 
             raise SystemExit(copy.output())
         names = [line for line in copy.output(-1).splitlines() if "::" in line and line.startswith("suites")]
     with copy_of(base) as copy:
-        (copy.tmp / "order.txt").write_text("\n".join(spread(names, number)))
+        chosen = {*spread(names, number)}
+        (copy.tmp / "order.txt").write_text("\n".join(name for name in names if name in chosen))
         variables = {
             "LOCKSTEP_CLAIMS_RECORD": "/tmp/record",
             "LOCKSTEP_CLAIMS_SOURCE": str(ROOT / base.subject.folder),
@@ -407,7 +411,9 @@ def recorded(base: Base, backend: str, files: Sequence[str], number: int, jobs: 
                 merged[file].add(line)
             processes = len({pid for pids, _ in parts for pid in pids})
             lines = {file: sorted(numbers) for file, numbers in merged.items()}
-            row = name, processes, max(seconds[each] for each in own), lines
+            longest = max(own[1:], key=lambda each: seconds[each], default="")
+            shares = longest if seconds[longest] > 1 else ""
+            row = name, processes, max(seconds[each] for each in own), lines, shares
             by_file[name.partition("::")[0]].append(row)
     return by_file
 
@@ -474,9 +480,14 @@ def in_order(
         files[claim.file] += 1
         functions[claim.function] += 1
     # One world after another: those of a size need no new ranks.
-    return [
+    ordered = [
         c for key in sorted(rounds) for c in sorted(rounds[key], key=lambda c: (c.processes, nearness(c)))
     ]
+    # Where the first of a session has run, the others cost nothing, and would cost all of it later.
+    together: defaultdict[str, list[Claim]] = defaultdict(list)
+    for claim in ordered:
+        together[claim.shares or claim.name].append(claim)
+    return [claim for claims in together.values() for claim in claims]
 
 
 def near_to(mutant: Mutant, claims: Sequence[Claim]) -> list[Claim]:

@@ -58,8 +58,9 @@ def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
     """Record what an item runs, how long it takes, and the fixtures that it may share with others."""
     if RECORD not in os.environ:
         return (yield)
-    nodes = [node.nodeid for node in item.listchain()]
-    shared = [f"{node}#{name}" for node in nodes for name in getattr(item, "fixturenames", ())]
+    cases = item.callspec.indices if hasattr(item, "callspec") else {}
+    names = [f"{name}{cases.get(name, 0)}" for name in getattr(item, "fixturenames", ())]
+    shared = [f"{node.nodeid}#{name}" for node in item.listchain()[:-1] for name in names]
     with running(item.nodeid, shared):
         return (yield)
 
@@ -69,7 +70,7 @@ def pytest_fixture_setup(fixturedef: pytest.FixtureDef[Any], request: Any) -> It
     """Record what a fixture of a file runs under its own name: each test that uses it may notice a mutant."""
     if RECORD not in os.environ or fixturedef.scope == "function":
         return (yield)
-    with running(f"{request.node.nodeid}#{fixturedef.argname}", []):
+    with running(f"{request.node.nodeid}#{fixturedef.argname}{request.param_index}", []):
         return (yield)
 
 
