@@ -8,8 +8,8 @@
 Each mutant is one edit, which a mount shows to its own processes alone (by `unshare`). Claims of the engine
 are those of `suites`, claims of the harness its self-tests. Those that run the line come first, a few of
 each file, and the first failure ends it: it is killed, if that claim holds without the edit. Apart are
-those that time out, and those with which the session ends before a claim ("session": an import fails). A
-line that no claim runs makes a survivor at once.
+those that time out, and those with which the session ends without a failure ("session": an import fails, or
+pytest itself). A line that no claim runs makes a survivor at once.
 What cannot be noticed is in `mutants/equivalent_engine.toml` and `equivalent_core.toml`, with its reason.
 suites/engine takes part in neither.
 """
@@ -565,7 +565,8 @@ def run(base: Base, edits: Sequence[tuple[str, str]], claims: Sequence[Claim], l
             ran = int(tried.read_text()) if tried.exists() else 0
             tried.unlink(missing_ok=True)
             count += ran
-            if (by or ran == 0) and (found := verdict(status, by, reason == "late")):
+            is_over = by or ran == 0 or status == pytest.ExitCode.INTERNAL_ERROR
+            if is_over and (found := verdict(status, by, reason == "late")):
                 return Result(found, by or f"the session, exit status {status}", seconds, count)
             if status != 0 or ran < len(part):
                 by = f"{count} of {len(claims)} claims in {limit:.0f} s"
