@@ -50,7 +50,7 @@ from mutants.mutations import Mutant, mutants_of
 ROOT = Path(__file__).parents[1]
 HERE = ROOT / "benchmarks" / "mutants"
 CACHE = ROOT / "build" / "power"
-BATCH = 3
+BATCH = 10
 """How many files of claims are recorded in one session."""
 FIRST = 8
 """How many claims run in a session of their own: most mutants fail one, and it collects few files."""

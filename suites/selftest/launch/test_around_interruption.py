@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import signal
 import time
 from typing import TYPE_CHECKING
@@ -49,6 +50,7 @@ def test_ctrl_c_of_the_controller_alone_leaves_nothing(project: Project) -> None
     process.send_signal(INTERRUPT)
     output = process.communicate(timeout=10)[0]
     assert "KeyboardInterrupt" in output
+    assert re.search(r"\n  rank 1 of 2 ranks \(gloo, cpu\) did not end in [\d.]+ s and was killed\n", output)
     assert process.returncode == pytest.ExitCode.INTERRUPTED
     project.assert_nothing_is_left()
 

@@ -1,0 +1,21 @@
+"""Reports of ranks that die before a test, or all at once."""
+
+from __future__ import annotations
+
+import re
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from suites.selftest.project import Project
+
+
+def test_a_death_at_import_names_the_file(project: Project) -> None:
+    lines = ["import os", "if os.environ.get('RANK') == '1':", "    os.kill(os.getpid(), 9)"]
+    project.write("\n".join([*lines, "def test_of_none(world): ..."]))
+    assert "\nrank 1 of 2 died: SIGKILL while importing test_sample.py\n" in project.run()
+
+
+def test_a_test_that_all_ranks_leave_has_a_duration(project: Project) -> None:
+    project.write("import os, time\ndef test_leaves(world):\n    time.sleep(0.5)\n    os._exit(3)\n")
+    output = project.run("--durations=1")
+    assert re.findall(r"^(0\.[5-9]|[1-9]\.\d)\ds call +test_sample.py::test_leaves$", output, re.MULTILINE)
