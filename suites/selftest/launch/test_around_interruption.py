@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import re
 import signal
+import subprocess
+import sys
 import time
 from typing import TYPE_CHECKING
 
@@ -109,3 +111,12 @@ def test_sigterm_and_limits_of_other_plugins_tear_down_on_ranks(project: Project
     assert len(project.pids("ran")) == 2
     assert len(project.pids("wide-torn-down", rank=1)) == 1
     project.assert_nothing_is_left()
+
+
+def test_sigterm_has_its_default_action_again_after_a_run(project: Project) -> None:
+    project.write("def test_passes(world): ...")
+    code = (
+        "import pytest, signal; print(pytest.main(['-plockstep.plugin']), signal.getsignal(signal.SIGTERM))"
+    )
+    output = subprocess.check_output([sys.executable, "-c", code], cwd=project.path, text=True)
+    assert output.splitlines()[-1] == "0 0"

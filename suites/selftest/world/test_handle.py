@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import struct
 import subprocess
 from collections.abc import Iterator
@@ -51,6 +52,7 @@ def test_a_rank_that_stops_inside_a_message_counts_as_dead(
     (died,) = handle.read(handle.sources()[0])
     assert isinstance(died, Died)
     assert died.how == "closed its connection to the controller"
+    assert handle.sources() == ()
 
 
 def test_a_world_whose_directory_is_gone_says_so(ends: tuple[RankHandle, Connection], tmp_path: Path) -> None:
@@ -61,6 +63,16 @@ def test_a_world_whose_directory_is_gone_says_so(ends: tuple[RankHandle, Connect
     assert f"the directory of 1 rank (gloo, cpu), {tmp_path}/world-3, has been removed" in world.fault()
 
 
+def test_a_world_is_gone_when_no_rank_is_left(ends: tuple[RankHandle, Connection], tmp_path: Path) -> None:
+    launcher: Any = SimpleNamespace(directory=str(tmp_path))
+    world = World(WorldKey(2, "gloo", "cpu"), "world-3", ends[0].spec.session, launcher, None)
+    left: Any = SimpleNamespace(is_alive=lambda: False)
+    world._handles = [left, ends[0]]
+    assert not world.is_gone()
+    world._handles = [left, left]
+    assert world.is_gone()
+
+
 def test_a_process_that_has_just_ended_can_be_killed() -> None:
     process = subprocess.Popen(["sleep", "60"])
     stand_in: Any = SimpleNamespace(pid=process.pid, sentinel=-1)
@@ -69,3 +81,10 @@ def test_a_process_that_has_just_ended_can_be_killed() -> None:
     process.wait()
     served.kill()
     assert not served.is_alive()
+
+
+def test_a_process_that_runs_is_killed() -> None:
+    process = subprocess.Popen(["sleep", "60"])
+    stand_in: Any = SimpleNamespace(pid=process.pid, sentinel=-1)
+    ChildProcess(stand_in, lambda: True).kill()
+    assert process.wait(timeout=10) == -signal.SIGKILL
