@@ -68,7 +68,7 @@ def digest(paths: Iterable[Path], *words: str) -> str:
 
 @dataclass(frozen=True)
 class Subject:
-    """What is mutated, and the tests that are its claims.
+    """Files that are mutated, and the tests that are their claims.
 
     Attributes:
         folder: of what is mutated; files are named from there.
