@@ -73,6 +73,17 @@ def test_a_world_is_gone_when_no_rank_is_left(ends: tuple[RankHandle, Connection
     assert world.is_gone()
 
 
+def test_a_killed_world_leaves_its_launcher(ends: tuple[RankHandle, Connection], tmp_path: Path) -> None:
+    calls: list[Any] = []
+    launcher: Any = SimpleNamespace(directory=str(tmp_path), forget=calls.append, end_world=calls.append)
+    world = World(WorldKey(1, "gloo", "cpu"), "world-3", ends[0].spec.session, launcher, None)
+    started = SimpleNamespace(kill=lambda: calls.append("killed"))
+    left: Any = SimpleNamespace(started=started, close=lambda: calls.append("closed"))
+    world._handles = [left]
+    world.kill()
+    assert calls == ["killed", "closed", started, f"{tmp_path}/world-3"]
+
+
 def test_a_process_that_has_just_ended_can_be_killed() -> None:
     process = subprocess.Popen(["sleep", "60"])
     stand_in: Any = SimpleNamespace(pid=process.pid, sentinel=-1)
