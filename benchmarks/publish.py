@@ -28,6 +28,8 @@ from typing import Any
 from figures import ROOT, Table
 
 FIGURES = {
+    "adopt_spawn": "adopt_spawn.py --only raises,exits_0,exits_3,dies,oom,returns,leaves,unseen,running",
+    "adopt_spawn_hangs": "adopt_spawn.py --only memory,sleeps,receives",
     "calls": "calls.py",
     "collectives": "collectives.py --dtypes fp32 --sizes 4K,1M,64M "
     "--ops all_gather,reduce_scatter,all_reduce",
@@ -42,7 +44,6 @@ FIGURES = {
     "properties": "properties.py",
     "races": "races.py",
     "recorder": "recorder.py",
-    "resident": "resident.py",
     "scale": "scale.py",
     "sweep": "sweep.py",
 }
@@ -57,7 +58,7 @@ BLOCK = re.compile(rf"<!-- figures: (\w+)(?: \(([\w, ]+)\))? -->\n(.*?){END}", r
 
 @dataclass(frozen=True)
 class Block:
-    """What lies between two marks of a page; it shows all tables if it names none."""
+    """Part of a page between two marks; it shows all tables if it names none."""
 
     page: Path
     name: str
@@ -84,7 +85,8 @@ def text_of(figures: dict[str, Any], tables: Sequence[str]) -> str:
     machine = "Python {python}, torch {torch}, {cores} cores, load before it {load}".format(
         **figures["machine"]
     )
-    return "\n\n".join(["", *shown, f"`{figures['command']}`, {figures['date']}: {machine}.", ""])
+    measured = f"`{figures['command']}`, {figures['date']}: {machine}."
+    return "\n" + "\n\n".join([*shown, measured]) + "\n\n"
 
 
 def differing(root: Path) -> list[Block]:
