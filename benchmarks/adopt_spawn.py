@@ -1,10 +1,9 @@
 """Faults of spawned functions, under torch's own `spawn` and adopted, in turns: verdicts and seconds.
 
-    python benchmarks/adopt_spawn.py [--only raises,dies] [--limit 80] [--write]
+    python benchmarks/adopt_spawn.py [--only raises,dies] [--limit 80] [--json FILE]
 
-Each side is one call of pytest on the same file: a test without a fault, the fault, another one without.
-`--write` puts the table into docs/reference/adopt_spawn.md, below its heading. A side that takes longer than
-the limit is ended with all that it has started, by this command.
+Each side is one call of pytest on the same file: a test without a fault, the fault, another one without. A
+side that takes longer than the limit is ended with all that it has started, by this command.
 """
 
 from __future__ import annotations
