@@ -14,7 +14,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 import itertools
-import json
 import os
 import signal
 import subprocess
@@ -22,15 +21,14 @@ import sys
 import tempfile
 import time
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from importlib.util import find_spec
 from pathlib import Path
 from statistics import median
 from string import Template
-from typing import Any
 
-from figures import describe_machine, ratio, table, verdicts
+from figures import Table, describe_machine, ratio, verdicts, write_json
 
 # What is wanted. A fresh world is compared with MultiProcessTestCase, which starts processes for each test; a
 # warm one with MultiProcContinuousTest, which keeps them for a class.
@@ -124,23 +122,29 @@ class Harness:
     """One way to run the test.
 
     Attributes:
-        name: as the table calls it.
+        name: as the tables call it.
+        processes: when it starts processes.
         module: template of the test file, over $world and $tests.
         tests: how many tests a run has.
         options: what to add to pytest's command line.
     """
 
     name: str
+    processes: str
     module: Template
     tests: int
     options: tuple[str, ...] = ()
 
 
 WITHOUT_US = ("-p", "no:lockstep")
-MULTI = Harness("MultiProcessTestCase", Template(MULTI_PROCESS), 4, WITHOUT_US)
-CONT = Harness("MultiProcContinuousTest", Template(CONTINUOUS), 302, WITHOUT_US)
-FRESH = Harness("Lockstep, fresh world", Template(LOCKSTEP), 22, ("--fresh-worlds",))
-WARM = Harness("Lockstep, warm world", Template(LOCKSTEP), 302)
+MULTI = Harness(
+    "MultiProcessTestCase", "new interpreters for each test", Template(MULTI_PROCESS), 4, WITHOUT_US
+)
+CONT = Harness("MultiProcContinuousTest", "kept for a class", Template(CONTINUOUS), 302, WITHOUT_US)
+FRESH = Harness(
+    "Lockstep, fresh worlds", "new ones for each test", Template(LOCKSTEP), 22, ("--fresh-worlds",)
+)
+WARM = Harness("Lockstep", "kept, as it comes", Template(LOCKSTEP), 302)
 HARNESSES = (MULTI, CONT, FRESH, WARM)
 FROM_COMMAND = (MULTI, CONT, WARM)  # of one test in one run each world is fresh
 IMPORT_TORCH = 'python -c "import torch"'
@@ -264,36 +268,37 @@ def show(seconds: Sequence[float]) -> str:
     if not seconds:
         return "failed"
     factor, unit = (1.0, "s") if median(seconds) >= 1 else (1000.0, "ms")
-    middle, low, high = (f"{x * factor:.3g}" for x in (median(seconds), min(seconds), max(seconds)))
+    shown = [factor * each for each in (median(seconds), min(seconds), max(seconds))]
+    middle, low, high = (f"{each:.0f}" if each >= 100 else f"{each:.3g}" for each in shown)
     return f"{middle} {unit} ({low} to {high})"
 
 
-def report(figures: Figures, worlds: Sequence[int]) -> str:
-    """Return both tables: per test, and from command to verdict."""
-    rows = []
-    for world, harness in itertools.product(worlds, HARNESSES):
-        key = (harness.name, world)
-        each = figures.each[key]
-        times = [f"{ratio(figures.each[peer.name, world], each):.3g}" for peer in (MULTI, CONT)]
-        rows.append([str(world), harness.name, show(each), *times, show(figures.first[key]), str(len(each))])
-    head = [
-        "world",
-        "harness",
-        "a test",
-        f"{MULTI.name} / this",
-        f"{CONT.name} / this",
-        "first test",
-        "samples",
-    ]
+def report(figures: Figures, worlds: Sequence[int]) -> dict[str, Table]:
+    """Return the tables: a test, the first test of a run, and from command to verdict."""
+    on_ranks = [f"{world} ranks" for world in worlds]
+    order = (MULTI, FRESH, CONT, WARM)
+    each, first = (
+        [
+            [harness.name, harness.processes, *(show(times[harness.name, world]) for world in worlds)]
+            for harness in order
+        ]
+        for times in (figures.each, figures.first)
+    )
+    for peer, ours in ((MULTI, FRESH), (CONT, WARM)):
+        pairs = ((figures.each[peer.name, world], figures.each[ours.name, world]) for world in worlds)
+        each.append([f"{peer.name} / {ours.name}", "", *(f"{ratio(*pair):.3g}" for pair in pairs)])
     imports = figures.verdict[IMPORT_TORCH]
     verdicts = [
         [name, show(figures.verdict[name]), f"{ratio(figures.verdict[name], imports):.2f}"]
         for name in (IMPORT_TORCH, *(harness.name for harness in FROM_COMMAND))
     ]
-    start = table(
-        [f"pytest one_test.py, one test on {worlds[0]} ranks", "to the end", "/ import torch"], verdicts
-    )
-    return f"{table(head, rows)}\n\n{start}\n\nMedian (least to most)."
+    start = [f"`pytest one_test.py`, one test on {worlds[0]} ranks", "to the end", "/ import torch"]
+    note = "Median (least to most)."
+    return {
+        "test": Table(["a test", "processes", *on_ranks], each, note),
+        "first": Table(["the first test of a run", "processes", *on_ranks], first, note),
+        "run": Table(start, verdicts, note),
+    }
 
 
 def compare_warm(worlds: Sequence[int], repeats: int, base: Path) -> dict[str, bool]:
@@ -333,14 +338,14 @@ def wanted(figures: Figures, worlds: Sequence[int]) -> dict[str, bool]:
     return held
 
 
-def write_json(figures: Figures, machine: Mapping[str, Any], path: Path) -> None:
-    """Write every sample, in seconds, and what they were taken on."""
+def samples(figures: Figures) -> dict[str, object]:
+    """Return every sample, in seconds."""
     kinds = {"first": figures.first, "each": figures.each}
     per_test = {
-        kind: {f"{name} at {world}": samples for (name, world), samples in by_key.items()}
+        kind: {f"{name} at {world}": taken for (name, world), taken in by_key.items()}
         for kind, by_key in kinds.items()
     }
-    path.write_text(json.dumps({**machine} | per_test | {"verdict": figures.verdict}, indent=2) + "\n")
+    return {**per_test, "verdict": figures.verdict}
 
 
 def main() -> int:
@@ -362,12 +367,12 @@ def main() -> int:
             print("\n" + verdicts(held))
             return int(options.check and not all(held.values()))
         figures = measure(worlds, options.repeats, Path(base))
-    print(report(figures, worlds))
+    tables = report(figures, worlds)
+    print(*tables.values(), sep="\n\n")
     print(", ".join(f"{name} {value}" for name, value in machine.items()))
     held = wanted(figures, worlds)
     print("\n" + verdicts(held))
-    if options.json:
-        write_json(figures, machine, options.json)
+    write_json(options.json, machine, tables, samples(figures))
     return int(options.check and not all(held.values()))
 
 
