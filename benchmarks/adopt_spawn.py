@@ -141,7 +141,8 @@ def main() -> None:
     header = ("fault", "spawn of", "verdict", "s", "the test after it", "left")
     facts = ", ".join(f"{name} {value}" for name, value in machine.items())
     limit = f"a hang was ended after {options.limit:g} s"
-    text = f"`python benchmarks/adopt_spawn.py --write`; {facts}; {limit}.\n\n{table(header, rows)}\n"
+    command = " ".join(("python benchmarks/adopt_spawn.py", *sys.argv[1:]))
+    text = f"`{command}`; {facts}; {limit}.\n\n{table(header, rows)}\n"
     if options.write:
         before, _, after = PAGE.read_text().partition(HEADING)
         rest = "".join(f"\n## {each}" for each in after.split("\n## ")[1:])
