@@ -15,7 +15,7 @@ WAYS = ("worlds", "processes")
 """Values of the option `ranks_adopt_spawn`."""
 _STARTS_PROCESSES = re.compile(rb"multiprocessing|start_processes|\bspawn\b")
 _is_mentioned: pytest.StashKey[bool] = pytest.StashKey()
-"""Whether a file of tests may start processes."""
+"""Presence of a file of tests that may start processes."""
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
