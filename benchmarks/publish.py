@@ -28,8 +28,7 @@ from typing import Any
 from figures import ROOT, Table
 
 FIGURES = {
-    "adopt_spawn": "adopt_spawn.py --only raises,exits_0,exits_3,dies,oom,returns,leaves,unseen,running",
-    "adopt_spawn_hangs": "adopt_spawn.py --only memory,sleeps,receives",
+    "adopt_spawn": "adopt_spawn.py --limit 90",
     "calls": "calls.py",
     "collectives": "collectives.py --dtypes fp32 --sizes 4K,1M,64M "
     "--ops all_gather,reduce_scatter,all_reduce",

@@ -22,8 +22,6 @@ BY_HAND = {
         "reference/adopt_others.md",
         "| tests | adopted |",
     ): "needs checkouts of six projects, not run again yet",
-    ("reference/adopt_spawn.md", "`python benchmarks/adopt_spawn.py"): NOT_AGAIN_YET,
-    ("reference/adopt_spawn.md", "| fault"): NOT_AGAIN_YET,
     ("reference/claims.md", "| mutants | seconds for each |"): NOT_AGAIN,
     ("reference/claims.md", "A seed chooses other mutants"): NOT_AGAIN,
     ("reference/layouts.md", "`python benchmarks/layouts.py`: the plans"): NOT_AGAIN_YET,
