@@ -1,10 +1,9 @@
 """Faults of spawned functions, under torch's own `spawn` and adopted, in turns: verdicts and seconds.
 
-    python benchmarks/adopt_spawn.py [--only raises,dies] [--limit 80] [--write]
+    python benchmarks/adopt_spawn.py [--only raises,dies] [--limit 80] [--json FILE]
 
-Each side is one call of pytest on the same file: a test without a fault, the fault, another one without.
-`--write` puts the table into docs/reference/adopt_spawn.md, below its heading. A side that takes longer than
-the limit is ended with all that it has started, by this command.
+Each side is one call of pytest on the same file: a test without a fault, the fault, another one without. A
+side that takes longer than the limit is ended with all that it has started, by this command.
 """
 
 from __future__ import annotations
@@ -21,10 +20,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from xml.etree import ElementTree
 
-from figures import describe_machine, table
+from figures import Table, describe_machine, write_json
 
-PAGE = Path(__file__).parents[1] / "docs" / "reference" / "adopt_spawn.md"
-HEADING = "## Faults\n"
 SIDES = {
     "torch": ("-p", "no:lockstep"),
     "warm ranks": ("-p", "lockstep", "--ranks-adopt=spawn"),
@@ -122,11 +119,11 @@ class Result:
 
 
 def main() -> None:
-    """Run the faults that are named, and print or write the table."""
+    """Run the faults that are named, and print the table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--only", default=",".join(FAULTS))
     parser.add_argument("--limit", type=float, default=80)
-    parser.add_argument("--write", action="store_true")
+    parser.add_argument("--json", type=Path, help="file for the table")
     options = parser.parse_args()
     ctypes.CDLL(None).prctl(36, 1, 0, 0, 0)  # PR_SET_CHILD_SUBREAPER: what a side leaves is ours
     machine = describe_machine()
@@ -139,15 +136,10 @@ def main() -> None:
             rows.append((what, side, result.verdict, seconds, result.after, str(result.left)))
             print(*rows[-1], sep=" | ", flush=True)
     header = ("fault", "spawn of", "verdict", "s", "the test after it", "left")
-    facts = ", ".join(f"{name} {value}" for name, value in machine.items())
-    limit = f"a hang was ended after {options.limit:g} s"
-    text = f"`python benchmarks/adopt_spawn.py --write`; {facts}; {limit}.\n\n{table(header, rows)}\n"
-    if options.write:
-        before, _, after = PAGE.read_text().partition(HEADING)
-        rest = "".join(f"\n## {each}" for each in after.split("\n## ")[1:])
-        PAGE.write_text(f"{before}{HEADING}\n{text}{rest}")
-    else:
-        print(text)
+    table = Table(header, rows, f"A hang was ended after {options.limit:g} s.")
+    print(table)
+    print(machine)
+    write_json(options.json, machine, {"all": table})
 
 
 def run_side(fault: str, arguments: tuple[str, ...], limit: float) -> Result:

@@ -23,7 +23,7 @@ import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 
-from figures import table
+from figures import Table, describe_machine, write_json
 
 FILES_OF_A_PASS_AT_MOST = 9
 CALLS_OF_A_PASS_AT_MOST = 140
@@ -155,7 +155,8 @@ def show_files(named: Mapping[str, list[str]]) -> None:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--list", action="store_true", help="name the files")
-    wanted = parser.parse_args()
+    parser.add_argument("--json", type=Path, help="file for the table")
+    wanted, machine = parser.parse_args(), describe_machine()
     rows, named, held = [], {}, []
     for front in ("wrapper", "fully_shard", "FSDP2"):
         for name, (files, calls) in count_step(front).items():
@@ -166,7 +167,9 @@ def main() -> int:
     sides = count_test()
     rows += [[f"warm test, {side}", str(len(files)), ""] for side, files in sides.items()]
     held += [len(files) <= FILES_OF_A_TEST_AT_MOST[side] for side, files in sides.items()]
-    print(table(["", "files", "calls that cross a file"], rows))
+    table = Table(["", "files", "calls that cross a file"], rows)
+    print(table)
+    write_json(wanted.json, machine, {"all": table})
     print(
         f"wanted: a pass of the engine at most {FILES_OF_A_PASS_AT_MOST} files and {CALLS_OF_A_PASS_AT_MOST} "
         f"calls, a test at most {FILES_OF_A_TEST_AT_MOST['controller']} files in the controller and "

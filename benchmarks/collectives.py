@@ -24,7 +24,7 @@ from statistics import median
 
 import torch
 import torch.distributed as dist
-from figures import describe_machine, table, verdicts
+from figures import Table, describe_machine, verdicts, write_json
 from torch.multiprocessing.spawn import start_processes
 
 import lockstep.shm  # noqa: F401 (registers the backend)
@@ -200,7 +200,7 @@ def shown(seconds: float) -> str:
     return f"{seconds * 1e6:.0f} us" if seconds < 1e-3 else f"{seconds * 1e3:.2f} ms"
 
 
-def report(found: Sequence[Measured]) -> str:
+def report(found: Sequence[Measured]) -> Table:
     header = ["world", "dtype", "collective", "size", "gloo", "shm", "gloo / shm", "copy", "shm / copy"]
     rows = [
         [
@@ -211,7 +211,7 @@ def report(found: Sequence[Measured]) -> str:
         ]
         for one in found
     ]
-    return table(header, rows)
+    return Table(header, rows)
 
 
 def wanted(found: Sequence[Measured]) -> dict[str, bool]:
@@ -263,12 +263,11 @@ def main() -> int:
             entries = json.loads((Path(folder) / f"found-{world}.json").read_text())
             found += [Measured(**entry) for entry in entries]
     print(machine)
-    print(report(found))
+    table = report(found)
+    print(table)
     held = wanted(found)
     print(verdicts(held))
-    if options.json:
-        samples = [asdict(one) for one in found]
-        options.json.write_text(json.dumps({"machine": machine, "measured": samples}))
+    write_json(options.json, machine, {"all": table}, [asdict(one) for one in found])
     return int(options.check and not all(held.values()))
 
 

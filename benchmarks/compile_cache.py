@@ -1,6 +1,7 @@
 """Time parities of compiled models with an empty compile cache, and again with what that run has kept.
 
-    python benchmarks/compile_cache.py [--repeats 1] [--backends eager,aot_eager,inductor] [--check]
+    python benchmarks/compile_cache.py [--repeats 1] [--backends eager,aot_eager,inductor] [--json FILE]
+                                       [--check]
 
 Two ranks hold torch's FSDP2 and the engine's `fully_shard`, compiled by block or as a whole model, to DDP
 that is not compiled: with three backends these are twelve parities. Each run is a pytest process of its own.
@@ -10,7 +11,6 @@ Only code of inductor is kept: what dynamo takes to trace, and the other backend
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import subprocess
 import sys
@@ -22,7 +22,7 @@ from pathlib import Path
 from statistics import median
 from xml.etree import ElementTree
 
-from figures import describe_machine, ratio, table, verdicts
+from figures import Table, describe_machine, ratio, verdicts, write_json
 
 AT_MOST = 1 / 3
 """Time of a run with the kept cache over that of a run with an empty one."""
@@ -165,7 +165,7 @@ def measure(backends: Sequence[str], repeats: int) -> dict[str, list[Session]]:
     return sessions
 
 
-def report(sessions: dict[str, list[Session]], backends: Sequence[str]) -> str:
+def report(sessions: dict[str, list[Session]], backends: Sequence[str]) -> Table:
     """Return the table: the whole process, and the parities of each backend."""
     empty, kept = sessions["empty"], sessions["kept"]
     rows = [
@@ -177,7 +177,7 @@ def report(sessions: dict[str, list[Session]], backends: Sequence[str]) -> str:
         rows.append(_row(f"{NUM_OF_BACKEND} parities of {name}", before, after))
     graphs = [f"{runs[-1].hits} of {runs[-1].hits + runs[-1].misses}" for runs in (empty, kept)]
     rows.append(["graphs of rank 0 that the cache had", *graphs, ""])
-    return table(["", "empty cache", "kept cache", "ratio"], rows)
+    return Table(["", "empty cache", "kept cache", "ratio"], rows)
 
 
 def _row(name: str, empty: Sequence[float], kept: Sequence[float]) -> list[str]:
@@ -197,15 +197,15 @@ def main() -> int:
     backends = options.backends.split(",")
     machine = describe_machine()
     sessions = measure(backends, options.repeats)
-    print(report(sessions, backends))
+    table = report(sessions, backends)
+    print(table)
     print(", ".join(f"{name} {value}" for name, value in machine.items()))
     taken = {name: [each.seconds for each in runs] for name, runs in sessions.items()}
     found = ratio(taken["kept"], taken["empty"])
     held = {f"a run with the kept cache takes {found:.2f} of one with an empty one": found <= AT_MOST}
     print("\n" + verdicts(held))
-    if options.json:
-        samples = {name: [asdict(each) for each in runs] for name, runs in sessions.items()}
-        options.json.write_text(json.dumps({**machine, **samples}, indent=2) + "\n")
+    samples = {name: [asdict(each) for each in runs] for name, runs in sessions.items()}
+    write_json(options.json, machine, {"all": table}, samples)
     return int(options.check and not all(held.values()))
 
 

@@ -39,7 +39,7 @@ from statistics import median, quantiles
 
 import torch
 import torch.distributed as dist
-from figures import describe_machine, ratio, table, verdicts
+from figures import Table, describe_machine, ratio, verdicts, write_json
 from memory import LiveMemory
 from torch.distributed.device_mesh import DeviceMesh
 from torch.multiprocessing.spawn import ProcessContext, ProcessException, start_processes
@@ -226,7 +226,7 @@ def run_world(cases: Sequence[Case], options: argparse.Namespace, base: Path) ->
     ]
 
 
-def report(found: Sequence[Figures], engines: Sequence[str]) -> str:
+def report(found: Sequence[Figures], engines: Sequence[str]) -> dict[str, Table]:
     """Return the tables of times, ratios and memory, a row for each case."""
     head = ["world", "model", "dtype"]
     pairs = compared(engines)
@@ -237,16 +237,12 @@ def report(found: Sequence[Figures], engines: Sequence[str]) -> str:
         ratios.append(case + [f"{ratio(seconds[mine], seconds[peer]):.2f}" for mine, peer in pairs])
         sizes = (asdict(figures.memory[name]).values() for name in engines)
         memory.append(case + [" / ".join(f"{size / 2**20:.2f}" for size in of_one) for of_one in sizes])
-    return "\n\n".join(
-        [
-            table([*head, *engines], times),
-            "ms per step, median (quartiles)",
-            table([*head, *(f"{mine} / {peer}" for mine, peer in pairs)], ratios),
-            "of the medians",
-            table([*head, *engines], memory),
-            "MiB on a rank: at rest / at most in forward / at most in a step",
-        ]
-    )
+    on_a_rank = "MiB on a rank: at rest / at most in forward / at most in a step."
+    return {
+        "times": Table([*head, *engines], times, "Milliseconds of a step, median (quartiles)."),
+        "ratios": Table([*head, *(f"{mine} / {peer}" for mine, peer in pairs)], ratios, "Of the medians."),
+        "memory": Table([*head, *engines], memory, on_a_rank),
+    }
 
 
 def compared(engines: Sequence[str]) -> list[tuple[str, str]]:
@@ -322,12 +318,10 @@ def main() -> int:
             except ProcessException as error:
                 print(error, file=sys.stderr)
                 return 1
-    print(report(found, options.engines))
+    tables = report(found, options.engines)
+    print(*tables.values(), sep="\n\n")
     print("\n" + ", ".join(f"{name} {value}" for name, value in machine.items()))
-    if options.json:
-        options.json.write_text(
-            json.dumps({**machine, "cases": [asdict(one) for one in found]}, indent=2) + "\n"
-        )
+    write_json(options.json, machine, tables, [asdict(one) for one in found])
     held = wanted(found, GOALS[options.backend])
     print("\n" + verdicts(held))
     return int(options.check and not all(held.values()))

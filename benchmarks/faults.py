@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import json
 import os
 import re
 import subprocess
@@ -30,7 +29,7 @@ from statistics import median
 from textwrap import indent
 from xml.etree import ElementTree
 
-from figures import describe_machine, table
+from figures import Table, describe_machine, write_json
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
@@ -344,7 +343,7 @@ def run_endurance(tests: int, backend: str, on_hosts: bool) -> bool:
     count = sum(fault is not None for fault in faults.values())
     print(f"{tests} tests, {count} of them faults; wrong verdicts: {wrong or 'none'}")
     print(f"left over: processes {alive or 'none'}, files {left or 'none'}")
-    print("memory, MB:", table(["seconds", "controller", "server"], samples), sep="\n")
+    print("memory, MB:", Table(["seconds", "controller", "server"], samples), sep="\n")
     return not (wrong or alive or left)
 
 
@@ -400,12 +399,12 @@ def main() -> int:
         "fault on rank 1 of 2",
         "the report begins",
         "seconds",
-        "MultiProcessTestCase",
-        "MultiProcContinuousTest",
+        "MultiProcessTestCase, by hand",
+        "MultiProcContinuousTest, by hand",
     ]
-    print(table(header, rows))
-    if options.json:
-        options.json.write_text(json.dumps({"machine": machine, "header": header, "rows": rows}, indent=1))
+    table = Table(header, rows)
+    print(table)
+    write_json(options.json, machine, {"all": table})
     return 0 if all_right else 1
 
 

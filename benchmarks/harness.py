@@ -14,7 +14,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 import itertools
-import json
 import os
 import signal
 import subprocess
@@ -22,21 +21,20 @@ import sys
 import tempfile
 import time
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from importlib.util import find_spec
 from pathlib import Path
 from statistics import median
 from string import Template
-from typing import Any
 
-from figures import describe_machine, ratio, table, verdicts
+from figures import Table, describe_machine, ratio, verdicts, write_json
 
 # What is wanted. A fresh world is compared with MultiProcessTestCase, which starts processes for each test; a
 # warm one with MultiProcContinuousTest, which keeps them for a class.
 FRESH_AT_LEAST_TIMES_CHEAPER = 20.0
 WARM_AT_MOST_TIMES = 0.95
-VERDICT_AT_MOST_TIMES_IMPORT = 1.8
+VERDICT_AT_MOST_TIMES_IMPORT = 1.3
 
 # A hung peer must not hang the benchmark: MultiProcessTestCase was seen to take 21 s for a test on 4 ranks.
 SECONDS_PER_RUN = 240.0
@@ -48,6 +46,11 @@ def _note(event):
     # Ranks may load this file too; the process id of a line shows which one it is of.
     with open(os.environ["BENCHMARK_LOG"], "a") as log:
         log.write(f"{os.getpid()} {event} {time.monotonic()}\\n")
+
+_note("loaded")
+
+def pytest_collection_finish():
+    _note("collected")
 
 def pytest_runtest_logstart():
     _note("start")
@@ -124,34 +127,51 @@ class Harness:
     """One way to run the test.
 
     Attributes:
-        name: as the table calls it.
+        name: as the tables call it.
+        processes: when it starts processes.
         module: template of the test file, over $world and $tests.
         tests: how many tests a run has.
         options: what to add to pytest's command line.
     """
 
     name: str
+    processes: str
     module: Template
     tests: int
     options: tuple[str, ...] = ()
 
 
 WITHOUT_US = ("-p", "no:lockstep")
-MULTI = Harness("MultiProcessTestCase", Template(MULTI_PROCESS), 4, WITHOUT_US)
-CONT = Harness("MultiProcContinuousTest", Template(CONTINUOUS), 302, WITHOUT_US)
-FRESH = Harness("Lockstep, fresh world", Template(LOCKSTEP), 22, ("--fresh-worlds",))
-WARM = Harness("Lockstep, warm world", Template(LOCKSTEP), 302)
+MULTI = Harness(
+    "MultiProcessTestCase", "new interpreters for each test", Template(MULTI_PROCESS), 4, WITHOUT_US
+)
+CONT = Harness("MultiProcContinuousTest", "kept for a class", Template(CONTINUOUS), 302, WITHOUT_US)
+FRESH = Harness(
+    "Lockstep, fresh worlds", "new ones for each test", Template(LOCKSTEP), 22, ("--fresh-worlds",)
+)
+WARM = Harness("Lockstep", "kept, as it comes", Template(LOCKSTEP), 302)
 HARNESSES = (MULTI, CONT, FRESH, WARM)
 FROM_COMMAND = (MULTI, CONT, WARM)  # of one test in one run each world is fresh
 IMPORT_TORCH = 'python -c "import torch"'
+PHASES = (
+    "pytest starts, and loads conftest.py",
+    "it collects; the server imports torch meanwhile",
+    "it forks ranks when the server is done, and they load conftest.py",
+    "they collect",
+    "they form their group and run the test",
+    "pytest ends",
+)
+"""Of a run of one test on warm ranks, each until the next."""
 
 
 class RunError(Exception):
     """A run gave no figures: it failed, or was ended at its time limit."""
 
 
-def run(command: Sequence[str], directory: Path) -> tuple[float, int]:
-    """Run a command and return its wall time in seconds and its process id; RunError if it fails or hangs.
+def run(command: Sequence[str], directory: Path) -> tuple[float, float, int]:
+    """Run a command and return when it began and ended, in seconds, and its process id.
+
+    Raises RunError if it fails or hangs.
 
     It has a process group of its own, which is ended as a whole: peers leave ranks behind when they hang.
     """
@@ -174,20 +194,44 @@ def run(command: Sequence[str], directory: Path) -> tuple[float, int]:
             status: int | str = process.wait(SECONDS_PER_RUN)
         except subprocess.TimeoutExpired:
             status = f"ended after {SECONDS_PER_RUN:.0f} s"
-        took = time.monotonic() - begun
+        ended = time.monotonic()
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
         process.wait()
         if status != 0:
             output.seek(0)
             raise RunError(f"{' '.join(command)}: {status}\n{output.read()[-1500:]}")
-    return took, process.pid
+    return begun, ended, process.pid
 
 
-def run_tests(
-    harness: Harness, world: int, tests: int, base: Path
-) -> tuple[float, list[tuple[float, float]]]:
-    """Run a file of so many tests; return the wall time and (start, finish) of each test, all in seconds."""
+@dataclass(frozen=True)
+class TestRun:
+    """A run of a file of tests: points in time, in seconds.
+
+    Attributes:
+        begun: when pytest was started.
+        ended: when it had ended.
+        tests: (start, finish) of each test.
+        loaded: when processes loaded conftest.py, pytest first.
+        collected: when they had collected.
+    """
+
+    begun: float
+    ended: float
+    tests: list[tuple[float, float]]
+    loaded: list[float]
+    collected: list[float]
+
+    @property
+    def phases(self) -> list[float]:
+        """The seconds of each of PHASES."""
+        controllers = self.begun, self.loaded[0], self.collected[0]
+        ranks = max(self.loaded), max(self.collected), self.tests[0][1]
+        return [after - before for before, after in itertools.pairwise((*controllers, *ranks, self.ended))]
+
+
+def run_tests(harness: Harness, world: int, tests: int, base: Path) -> TestRun:
+    """Run a file of so many tests."""
     directory = Path(tempfile.mkdtemp(dir=base))
     (directory / "conftest.py").write_text(CONFTEST)
     (directory / "pytest.ini").write_text("[pytest]\n")
@@ -195,17 +239,18 @@ def run_tests(
         (directory / "expecttest.py").write_text(EXPECTTEST)
     (directory / "one_test.py").write_text(harness.module.substitute(world=world, tests=tests))
     command = [sys.executable, "-m", "pytest", "-q", *harness.options, "one_test.py"]
-    took, pid = run(command, directory)
+    begun, ended, pid = run(command, directory)
     lines = [line.split() for line in (directory / "log").read_text().splitlines()]
     times = {
         event: [float(t) for p, e, t in lines if (int(p), e) == (pid, event)] for event in ("start", "finish")
     }
+    loaded, collected = ([float(t) for _, e, t in lines if e == event] for event in ("loaded", "collected"))
     counts = {event: len(of_event) for event, of_event in times.items()}
     output = (directory / "output").read_text()
     # A skipped test would be a cheap one.
     if counts != {"start": tests, "finish": tests} or f"{tests} passed" not in output:
         raise RunError(f"{harness.name}: expected {tests} tests to pass, saw {counts}\n{output[-1500:]}")
-    return took, list(zip(times["start"], times["finish"], strict=True))
+    return TestRun(begun, ended, list(zip(times["start"], times["finish"], strict=True)), loaded, collected)
 
 
 @dataclass
@@ -216,11 +261,13 @@ class Figures:
         first: of the first test of each run, by (harness, world).
         each: of each test between the first and the last, by (harness, world).
         verdict: from the command to its end, by harness, or `IMPORT_TORCH`.
+        phases: of Lockstep's runs of one test, by phase.
     """
 
     first: dict[tuple[str, int], list[float]] = field(default_factory=lambda: defaultdict(list))
     each: dict[tuple[str, int], list[float]] = field(default_factory=lambda: defaultdict(list))
     verdict: dict[str, list[float]] = field(default_factory=lambda: defaultdict(list))
+    phases: dict[str, list[float]] = field(default_factory=lambda: defaultdict(list))
 
 
 def measure(worlds: Sequence[int], repeats: int, base: Path) -> Figures:
@@ -229,17 +276,20 @@ def measure(worlds: Sequence[int], repeats: int, base: Path) -> Figures:
     for repeat in range(repeats):
         print(f"repeat {repeat + 1} of {repeats}", file=sys.stderr)
         with reporting_failure():
-            took, _ = run([sys.executable, "-c", "import torch"], base)
-            figures.verdict[IMPORT_TORCH].append(took)
+            begun, ended, _ = run([sys.executable, "-c", "import torch"], base)
+            figures.verdict[IMPORT_TORCH].append(ended - begun)
         for harness in FROM_COMMAND:
             with reporting_failure():
-                took, _ = run_tests(harness, worlds[0], 1, base)
-                figures.verdict[harness.name].append(took)
+                done = run_tests(harness, worlds[0], 1, base)
+                figures.verdict[harness.name].append(done.ended - done.begun)
+                if harness is WARM:
+                    for phase, seconds in zip(PHASES, done.phases, strict=True):
+                        figures.phases[phase].append(seconds)
         for world in worlds:
             for harness in HARNESSES:
                 with reporting_failure():
-                    _, tests = run_tests(harness, world, harness.tests, base)
-                    add_tests(figures, (harness.name, world), tests)
+                    done = run_tests(harness, world, harness.tests, base)
+                    add_tests(figures, (harness.name, world), done.tests)
     return figures
 
 
@@ -264,36 +314,39 @@ def show(seconds: Sequence[float]) -> str:
     if not seconds:
         return "failed"
     factor, unit = (1.0, "s") if median(seconds) >= 1 else (1000.0, "ms")
-    middle, low, high = (f"{x * factor:.3g}" for x in (median(seconds), min(seconds), max(seconds)))
+    shown = [factor * each for each in (median(seconds), min(seconds), max(seconds))]
+    middle, low, high = (f"{each:.0f}" if each >= 100 else f"{each:.3g}" for each in shown)
     return f"{middle} {unit} ({low} to {high})"
 
 
-def report(figures: Figures, worlds: Sequence[int]) -> str:
-    """Return both tables: per test, and from command to verdict."""
-    rows = []
-    for world, harness in itertools.product(worlds, HARNESSES):
-        key = (harness.name, world)
-        each = figures.each[key]
-        times = [f"{ratio(figures.each[peer.name, world], each):.3g}" for peer in (MULTI, CONT)]
-        rows.append([str(world), harness.name, show(each), *times, show(figures.first[key]), str(len(each))])
-    head = [
-        "world",
-        "harness",
-        "a test",
-        f"{MULTI.name} / this",
-        f"{CONT.name} / this",
-        "first test",
-        "samples",
-    ]
+def report(figures: Figures, worlds: Sequence[int]) -> dict[str, Table]:
+    """Return the tables: a test, the first test of a run, and from command to verdict."""
+    on_ranks = [f"{world} ranks" for world in worlds]
+    order = (MULTI, FRESH, CONT, WARM)
+    each, first = (
+        [
+            [harness.name, harness.processes, *(show(times[harness.name, world]) for world in worlds)]
+            for harness in order
+        ]
+        for times in (figures.each, figures.first)
+    )
+    for peer, ours in ((MULTI, FRESH), (CONT, WARM)):
+        pairs = ((figures.each[peer.name, world], figures.each[ours.name, world]) for world in worlds)
+        each.append([f"{peer.name} / {ours.name}", "", *(f"{ratio(*pair):.3g}" for pair in pairs)])
     imports = figures.verdict[IMPORT_TORCH]
     verdicts = [
         [name, show(figures.verdict[name]), f"{ratio(figures.verdict[name], imports):.2f}"]
         for name in (IMPORT_TORCH, *(harness.name for harness in FROM_COMMAND))
     ]
-    start = table(
-        [f"pytest one_test.py, one test on {worlds[0]} ranks", "to the end", "/ import torch"], verdicts
-    )
-    return f"{table(head, rows)}\n\n{start}\n\nMedian (least to most)."
+    start = [f"`pytest one_test.py`, one test on {worlds[0]} ranks", "to the end", "/ import torch"]
+    phases = [[phase, show(figures.phases[phase])] for phase in PHASES]
+    note = "Median (least to most)."
+    return {
+        "test": Table(["a test", "processes", *on_ranks], each, note),
+        "first": Table(["the first test of a run", "processes", *on_ranks], first, note),
+        "run": Table(start, verdicts, note),
+        "phases": Table(["of Lockstep's run of one test", ""], phases, note),
+    }
 
 
 def compare_warm(worlds: Sequence[int], repeats: int, base: Path) -> dict[str, bool]:
@@ -301,8 +354,7 @@ def compare_warm(worlds: Sequence[int], repeats: int, base: Path) -> dict[str, b
     each: dict[tuple[str, int], list[float]] = defaultdict(list)
     for _, world, harness in itertools.product(range(repeats), worlds, (CONT, WARM)):
         with reporting_failure():
-            _, tests = run_tests(harness, world, harness.tests, base)
-            starts = [start for start, _ in tests]
+            starts = [start for start, _ in run_tests(harness, world, harness.tests, base).tests]
             each[harness.name, world] += [after - start for start, after in itertools.pairwise(starts[1:])]
     held = {}
     for world in worlds:
@@ -333,14 +385,14 @@ def wanted(figures: Figures, worlds: Sequence[int]) -> dict[str, bool]:
     return held
 
 
-def write_json(figures: Figures, machine: Mapping[str, Any], path: Path) -> None:
-    """Write every sample, in seconds, and what they were taken on."""
+def samples(figures: Figures) -> dict[str, object]:
+    """Return every sample, in seconds."""
     kinds = {"first": figures.first, "each": figures.each}
     per_test = {
-        kind: {f"{name} at {world}": samples for (name, world), samples in by_key.items()}
+        kind: {f"{name} at {world}": taken for (name, world), taken in by_key.items()}
         for kind, by_key in kinds.items()
     }
-    path.write_text(json.dumps({**machine} | per_test | {"verdict": figures.verdict}, indent=2) + "\n")
+    return {**per_test, "verdict": figures.verdict, "phases": figures.phases}
 
 
 def main() -> int:
@@ -362,12 +414,12 @@ def main() -> int:
             print("\n" + verdicts(held))
             return int(options.check and not all(held.values()))
         figures = measure(worlds, options.repeats, Path(base))
-    print(report(figures, worlds))
+    tables = report(figures, worlds)
+    print(*tables.values(), sep="\n\n")
     print(", ".join(f"{name} {value}" for name, value in machine.items()))
     held = wanted(figures, worlds)
     print("\n" + verdicts(held))
-    if options.json:
-        write_json(figures, machine, options.json)
+    write_json(options.json, machine, tables, samples(figures))
     return int(options.check and not all(held.values()))
 
 

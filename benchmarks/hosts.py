@@ -11,7 +11,6 @@ compared with `torchrun --nnodes 2 --nproc-per-node 2 -m pytest`: four processes
 from __future__ import annotations
 
 import argparse
-import json
 import subprocess
 import sys
 import tempfile
@@ -19,7 +18,7 @@ import time
 from pathlib import Path
 from statistics import median
 
-from figures import describe_machine, table
+from figures import Table, describe_machine, write_json
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
@@ -139,11 +138,11 @@ def main() -> int:
     for kind in ("warm", "fresh"):
         one, two = kinds[f"{kind}_1"], kinds[f"{kind}_2"]
         rows.append([f"{kind} test", f"{one * 1000:.1f} ms", f"{two * 1000:.1f} ms", f"{two / one:.2f}"])
-    print(table(["4 ranks", "one host", "two hosts", "ratio"], rows))
+    tables = {"tests": Table(["4 ranks", "one host", "two hosts", "ratio"], rows)}
     whole = [["20 tests, start to verdict", f"{runs['hosts']:.1f} s", f"{runs['torchrun']:.1f} s"]]
-    print(table(["", "lockstep hosts", "torchrun -m pytest"], whole))
-    if options.json:
-        options.json.write_text(json.dumps({"machine": machine, "tests": kinds, "runs": runs}, indent=1))
+    tables["run"] = Table(["", "lockstep hosts", "torchrun -m pytest"], whole)
+    print(*tables.values(), sep="\n\n")
+    write_json(options.json, machine, tables, {"tests": kinds, "runs": runs})
     return 0
 
 

@@ -12,7 +12,6 @@ last of those with as many ranks, on the same warm processes.
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import re
 import subprocess
@@ -26,7 +25,7 @@ from pathlib import Path
 from statistics import median
 from string import Template
 
-from figures import describe_machine, table, verdicts
+from figures import Table, describe_machine, verdicts, write_json
 
 ROOT = Path(__file__).parents[1]
 SECONDS_PER_RUN = 900.0
@@ -187,7 +186,7 @@ def under_torchrun(folder: Path) -> dict[int, float]:
     return found
 
 
-def report(figures: Sequence[Figures], peer: dict[int, float]) -> str:
+def report(figures: Sequence[Figures], peer: dict[int, float]) -> Table:
     """Return a row for each plan on each backend, and one for torchrun."""
     rows = []
     for each in figures:
@@ -207,7 +206,7 @@ def report(figures: Sequence[Figures], peer: dict[int, float]) -> str:
     seconds = " / ".join(f"{1000 * one:.0f}" for one in peer.values()) + " ms"
     rows.append(["by hand, torchrun", "gloo", "not compared", "", seconds, "", ""])
     of_ranks = f"a layout of {' / '.join(map(str, RANKS))} ranks"
-    return table(["plan", "backend", "held", "all layouts", of_ranks, "threads", "memory"], rows)
+    return Table(["plan", "backend", "held", "all layouts", of_ranks, "threads", "memory"], rows)
 
 
 def main() -> int:
@@ -233,12 +232,12 @@ def main() -> int:
                 if (most := plan.at_most.get(backend)) is not None:
                     what = f"{plan.name}, {backend}: {found.seconds:.0f} s, at most {most:.0f}"
                     held[what] = found.seconds <= most
-    print(report(figures, peer))
+    table = report(figures, peer)
+    print(table)
     print(", ".join(f"{name} {value}" for name, value in machine.items()))
     print("\n" + verdicts(held))
-    if options.json:
-        samples = {"torchrun": peer, "layouts": [asdict(each) for each in figures]}
-        options.json.write_text(json.dumps({**machine, **samples}, indent=2) + "\n")
+    samples = {"torchrun": peer, "layouts": [asdict(each) for each in figures]}
+    write_json(options.json, machine, {"all": table}, samples)
     return int(options.check and not all(held.values()))
 
 

@@ -1,6 +1,7 @@
 """Run tests of other launchers, and what they became on ranks, in turns: times, and verdicts of faults.
 
     python benchmarks/porting.py [--kinds spawn,pool] [--faults [killed,hangs]] [--deepspeed DIR]
+                                 [--json FILE]
 
 The files are those of `examples/porting`, which the porting guide explains. Each side is one command.
 The CPU time is of all its processes: this one adopts those that outlive their parents. A test's time comes
@@ -33,12 +34,21 @@ from pathlib import Path
 from statistics import median
 from xml.etree import ElementTree
 
-from figures import describe_machine, ratio, table
+from figures import Table, describe_machine, ratio, write_json
 
 PROJECT = Path(__file__).parents[1]
 EXAMPLES = PROJECT / "examples" / "porting"
 STAND_IN = PROJECT / "suites" / "selftest" / "projects" / "adopt" / "distributed_test" / "launcher.py"
-KINDS = ("multi_process", "continuous", "spawn", "torchrun", "deepspeed", "pool")
+KINDS = {
+    "multi_process": "`MultiProcessTestCase`",
+    "continuous": "`MultiProcContinuousTest`",
+    "spawn": "`mp.spawn`",
+    "torchrun": "`torchrun -m pytest`",
+    "deepspeed": "`DistributedTest`",
+    "pool": "pool",
+}
+"""Name of each launcher, by its folder."""
+STANDS_IN = ", a short launcher of its kind"
 FAULTS = ("killed", "exits", "hangs", "deadlocks", "skips", "leaks")
 
 PR_SET_CHILD_SUBREAPER = 36
@@ -164,7 +174,7 @@ def lines(kind: str, side: str) -> int:
     return sum(1 for path in files for line in path.read_text().splitlines() if line.strip())
 
 
-def measure(kinds: list[str], repeats: int, base: Path, deepspeed: Path | None) -> str:
+def measure(kinds: list[str], repeats: int, base: Path, deepspeed: Path | None) -> Table:
     """Run both sides of each kind so many times, in turns; return the table."""
     runs: dict[tuple[str, str], list[Run]] = defaultdict(list)
     for kind in kinds:
@@ -180,7 +190,7 @@ def measure(kinds: list[str], repeats: int, base: Path, deepspeed: Path | None) 
         tests = [[second for one in side for second in one.tests] for side in (before, after)]
         rows.append(
             [
-                kind,
+                KINDS[kind] + (STANDS_IN if kind == "deepspeed" and not deepspeed else ""),
                 f"{lines(kind, 'before')} to {lines(kind, 'after')}",
                 f"{median(one.wall for one in before):.1f} to {median(one.wall for one in after):.1f}",
                 f"{median(one.cpu for one in before):.1f} to {median(one.cpu for one in after):.1f}",
@@ -188,8 +198,8 @@ def measure(kinds: list[str], repeats: int, base: Path, deepspeed: Path | None) 
                 figure(ratio(*tests)) if all(tests) else "-",
             ]
         )
-    head = ["kind", "lines", "the file, s", "the same, CPU s", "a test, ms", "before / after"]
-    return table(head, rows)
+    head = ["launcher", "lines", "the file, s", "the same, CPU s", "a test, ms", "before / after"]
+    return Table(head, rows)
 
 
 def median_ms(seconds: list[float]) -> str:
@@ -202,7 +212,7 @@ def figure(value: float) -> str:
     return f"{value:,.0f}" if value >= 10 else f"{value:.2g}"
 
 
-def judge(kinds: list[str], faults: list[str], base: Path, deepspeed: Path | None, limit: float) -> str:
+def judge(kinds: list[str], faults: list[str], base: Path, deepspeed: Path | None, limit: float) -> Table:
     """Run each fault under each launcher and on ranks; return what was said of it."""
     rows = []
     for kind in kinds:
@@ -217,7 +227,7 @@ def judge(kinds: list[str], faults: list[str], base: Path, deepspeed: Path | Non
             left = f"; left: {', '.join(done.left)}" if done.left else ""
             rows.append([kind, fault, status, f"{done.wall:.1f}", summary(done.output) + left])
             print(f"==== {kind}, {fault}\n{done.output}", file=sys.stderr)
-    return table(["kind", "fault", "pytest", "s", "its summary"], rows)
+    return Table(["kind", "fault", "pytest", "s", "its summary"], rows)
 
 
 def summary(output: str) -> str:
@@ -237,7 +247,8 @@ def main() -> None:
     parser.add_argument("--faults", nargs="?", const=every, help=f"show verdicts, and not times ({every})")
     parser.add_argument("--limit", type=float, default=60, help="seconds for a fault (default: %(default)s)")
     parser.add_argument("--deepspeed", type=Path, help="the folder `tests` of DeepSpeed's repository")
-    options = parser.parse_args()
+    parser.add_argument("--json", type=Path, help="file for the table")
+    options, machine = parser.parse_args(), describe_machine()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # what runs is ended first
     ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
     kinds = options.kinds.split(",") if options.kinds else [*KINDS, *(["ranks"] if options.faults else [])]
@@ -245,11 +256,12 @@ def main() -> None:
         if options.deepspeed and "deepspeed" in kinds and "TORCH_EXTENSIONS_DIR" not in os.environ:
             build_operators(Path(base), options.deepspeed)
         if options.faults:
-            print(judge(kinds, options.faults.split(","), Path(base), options.deepspeed, options.limit))
+            table = judge(kinds, options.faults.split(","), Path(base), options.deepspeed, options.limit)
         else:
-            print(measure(kinds, options.repeats, Path(base), options.deepspeed))
-    print(", ".join(f"{name} {value}" for name, value in describe_machine().items()))
-    print(f"load {os.getloadavg()[0]:.1f}")
+            table = measure(kinds, options.repeats, Path(base), options.deepspeed)
+    print(table)
+    print(", ".join(f"{name} {value}" for name, value in machine.items()))
+    write_json(options.json, machine, {"all": table})
 
 
 if __name__ == "__main__":

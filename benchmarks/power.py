@@ -43,7 +43,7 @@ from pathlib import Path, PurePath
 from statistics import median
 
 import pytest
-from figures import describe_machine, table, verdicts
+from figures import Table, describe_machine, verdicts
 from mutants.corpus import CORPUS
 from mutants.mutations import Mutant, mutants_of
 
@@ -629,9 +629,9 @@ def report(results: Sequence[tuple[Mutant, Result]], wanted: float) -> str:
         for m, r in results
         if r.verdict in ("survived", "undecided")
     ]
-    parts = [table(["file", *names], rows)]
+    parts = [str(Table(["file", *names], rows))]
     if left:
-        parts.append(table(["left", "the edit", "verdict", "claims"], left))
+        parts.append(str(Table(["left", "the edit", "verdict", "claims"], left)))
     if killed := [result for _, result in results if result.verdict in KILLED]:
         parts.append(f"to the first failure: {median(r.seconds for r in killed):.0f} s in the median")
     decided = len(results) - sum(total[name] for name in APART)
@@ -698,7 +698,7 @@ def each_injection(base: Base, arguments: argparse.Namespace, claims: Sequence[C
             print(name, decided[0].verdict, decided[0].by, flush=True)
     confirmed = zip(names, confirm(base, results, arguments.limit), strict=True)
     rows = [[name, result.verdict, result.by, f"{result.seconds:.0f}"] for name, result in confirmed]
-    print("\n" + table(["bug", "verdict", "the claim", "seconds"], rows))
+    print(f"\n{Table(['bug', 'verdict', 'the claim', 'seconds'], rows)}")
 
 
 def main() -> None:

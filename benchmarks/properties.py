@@ -10,7 +10,6 @@ on each of them, and all vote once. The first turn does not count: processes, ca
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import subprocess
 import sys
@@ -21,7 +20,7 @@ from pathlib import Path
 from statistics import median
 from string import Template
 
-from figures import describe_machine, table, verdicts
+from figures import Table, describe_machine, verdicts, write_json
 
 AT_MOST_MS = 2.0
 """Milliseconds that an example may cost on two ranks beyond what it costs Hypothesis alone."""
@@ -91,13 +90,13 @@ def measure(worlds: Sequence[int], repeats: int) -> Samples:
     return {name: taken[1:] for name, taken in samples.items()}
 
 
-def report(samples: Samples, worlds: Sequence[int]) -> str:
+def report(samples: Samples, worlds: Sequence[int]) -> Table:
     """Return the table: an example alone and on each world, and the difference."""
     rows = [
         [name, f"{1000 * median(samples[name]):.2f} ms", f"{overhead(samples, name):.2f} ms"]
         for name in ("alone", *map(str, worlds))
     ]
-    return table(["ranks", "an example", "more than alone"], rows)
+    return Table(["ranks", "an example", "more than alone"], rows)
 
 
 def overhead(samples: Samples, name: str) -> float:
@@ -116,13 +115,13 @@ def main() -> int:
     worlds = [int(size) for size in options.worlds.split(",")]
     machine = describe_machine()
     samples = measure(worlds, options.repeats)
-    print(report(samples, worlds))
+    table = report(samples, worlds)
+    print(table)
     print(", ".join(f"{name} {value}" for name, value in machine.items()))
     cost = overhead(samples, str(worlds[0]))
     held = {f"an example on {worlds[0]} ranks costs {cost:.2f} ms more than alone": cost <= AT_MOST_MS}
     print("\n" + verdicts(held))
-    if options.json:
-        options.json.write_text(json.dumps({**machine, **samples}, indent=2) + "\n")
+    write_json(options.json, machine, {"all": table}, samples)
     return int(options.check and not all(held.values()))
 
 

@@ -1,6 +1,6 @@
 """Races planted in the engine, one by one: how often plain runs notice each, and how often skewed ones do.
 
-    python benchmarks/races.py [NAME ...]
+    python benchmarks/races.py [NAME ...] [--json FILE]
 
 Each race is an edit of a copy of the engine; the trainings of `suites/selftest/projects/races` run on it,
 twenty times undisturbed and under twenty seeds.
@@ -8,6 +8,7 @@ twenty times undisturbed and under twenty seeds.
 
 from __future__ import annotations
 
+import argparse
 import os
 import re
 import shutil
@@ -16,6 +17,8 @@ import sys
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path
+
+from figures import Table, describe_machine, write_json
 
 ROOT = Path(__file__).parents[1]
 PROJECT = ROOT / "suites" / "selftest" / "projects" / "races"
@@ -185,8 +188,8 @@ RACES = {
 ENGINES = ("torch-fsdp1", "torch-fsdp2", "torch-ddp")
 
 
-def run(race: Race | None, training: str) -> str:
-    """Return a row of the table: how many of the runs failed, and what those under skew say."""
+def run(race: Race | None, training: str) -> list[str]:
+    """Return the cells of a row: how many of the runs failed, and what those under skew say."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder)
         ignored = shutil.ignore_patterns("__pycache__")
@@ -209,7 +212,7 @@ def run(race: Race | None, training: str) -> str:
     )
     if race is None and passed != [TRIES, TRIES]:
         raise SystemExit(plain + skewed)
-    return f"{TRIES - passed[0]} | {TRIES - passed[1]} | {named}"
+    return [str(TRIES - passed[0]), str(TRIES - passed[1]), str(named)]
 
 
 def _pytest(path: Path, keyword: str) -> str:
@@ -225,19 +228,33 @@ def _pytest(path: Path, keyword: str) -> str:
     ).stdout
 
 
-def main(names: list[str]) -> None:
+def main() -> None:
     """Print the table of the races and engines with one of these words in their names, of all by default."""
-    print("| race | plain runs that fail, of 20 | under skew, of 20 | of these, named with its line |")
-    print("|---|---|---|---|")
-    rows: dict[str, tuple[Race | None, str]] = {
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("names", nargs="*", metavar="NAME", help="part of the name of a race or an engine")
+    parser.add_argument("--json", type=Path, help="file for the table")
+    options, machine = parser.parse_args(), describe_machine()
+    trainings: dict[str, tuple[Race | None, str]] = {
         "none": (None, "FULL_SHARD"),
-        **{name: (race, race.training) for name, race in RACES.items()},
         **{f"none, {engine}": (None, engine) for engine in ENGINES},
+        **{name: (race, race.training) for name, race in RACES.items()},
     }
-    for name, row in rows.items():
-        if not names or any(word in name for word in names):
-            print(f"| {name} | {run(*row)} |", flush=True)
+    rows = []
+    for name, training in trainings.items():
+        if not options.names or any(word in name for word in options.names):
+            rows.append([name, *run(*training)])
+            print(*rows[-1], sep=" | ", flush=True)
+    header = [
+        "race",
+        f"plain runs that fail, of {TRIES}",
+        f"under skew, of {TRIES}",
+        "of these, named with its line",
+    ]
+    table = Table(header, rows)
+    print(table)
+    print(machine)
+    write_json(options.json, machine, {"all": table})
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    main()

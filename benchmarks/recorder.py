@@ -1,6 +1,6 @@
 """Time an all_reduce with and without torch's flight recorder, from which reports know what is in flight.
 
-    python benchmarks/recorder.py [--repeats 5]
+    python benchmarks/recorder.py [--repeats 5] [--json FILE]
 
 Runs with the recorder and without take turns, each a pytest process with one test on two ranks. What counts
 is the CPU time of rank 0, its threads included; most of the wall time is two processes waking each other.
@@ -16,7 +16,7 @@ import tempfile
 from pathlib import Path
 from statistics import median
 
-from figures import describe_machine, ratio, table
+from figures import Table, describe_machine, ratio, write_json
 
 COLLECTIVES = 20_000
 TEST = f"""
@@ -53,20 +53,24 @@ def measure(folder: Path, size: str | None) -> tuple[float, float]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--repeats", type=int, default=5, help="turns (default: %(default)s)")
-    repeats = parser.parse_args().repeats
+    parser.add_argument("--json", type=Path, help="file for all samples")
+    options = parser.parse_args()
     machine = describe_machine()
     samples: dict[str, list[tuple[float, float]]] = {name: [] for name in SIZES}
     with tempfile.TemporaryDirectory() as folder:
         Path(folder, "test_recorder.py").write_text(TEST)
         Path(folder, "pytest.ini").write_text("[pytest]\n")
-        for _ in range(repeats):
+        for _ in range(options.repeats):
             for name, size in SIZES.items():
                 samples[name].append(measure(Path(folder), size))
     cpu = {name: [sample[0] for sample in taken] for name, taken in samples.items()}
     wall = {name: [sample[1] for sample in taken] for name, taken in samples.items()}
     rows = [[name, f"{median(cpu[name]):.1f} µs", f"{median(wall[name]):.0f} µs"] for name in SIZES]
-    print(table(["the recorder", "CPU of an all_reduce", "time of it"], rows))
-    print(f"\nwith / without: {ratio(cpu['with'], cpu['without']):.3f} of the CPU\n{machine}")
+    note = f"With / without: {ratio(cpu['with'], cpu['without']):.3f} of the CPU."
+    table = Table(["the recorder", "CPU of an all_reduce", "time of it"], rows, note)
+    print(table)
+    print(machine)
+    write_json(options.json, machine, {"all": table}, samples)
 
 
 if __name__ == "__main__":

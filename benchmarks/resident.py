@@ -1,6 +1,6 @@
 """Show how much memory the ranks of a world hold over a long run: small tests, or tests that are named.
 
-    python benchmarks/resident.py [--tests 10000] [--every 1000] [--check] [PYTEST ARGUMENTS]
+    python benchmarks/resident.py [--tests 10000] [--every 1000] [--json FILE] [--check] [PYTEST ARGUMENTS]
 
 Without arguments for pytest it writes a file of small tests: an all-reduce, a fixture that requests the
 world, two cases of `run_subtests` with a backward. With some, `suites` for example, it runs those. Each rank
@@ -18,7 +18,7 @@ from collections import defaultdict
 from pathlib import Path
 from string import Template
 
-from figures import describe_machine, table, verdicts
+from figures import Table, describe_machine, verdicts, write_json
 
 AT_MOST_GROWTH = 1.1
 """What a rank may hold after the last test, by what it held after the first so many."""
@@ -94,18 +94,22 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--tests", type=int, default=10_000, help="how many small tests (default: 10000)")
     parser.add_argument("--every", type=int, default=1000, help="tests between two notes (default: 1000)")
+    parser.add_argument("--json", type=Path, help="file for the table")
     parser.add_argument("--check", action="store_true", help="exit with 1 if a rank has grown by too much")
     options, arguments = parser.parse_known_args()
+    machine = describe_machine()
     found = measure(arguments, options.tests, options.every)
     most = max(len(notes) for notes in found.values())
     longest = {place: notes for place, notes in sorted(found.items()) if len(notes) == most}
-    print(describe_machine())
+    print(machine)
     header = ["tests", *(f"rank {rank}, MiB" for rank, _ in longest)]
     rows = [
         [str(notes[0][0]), *(f"{held / 2**20:.0f}" for _, held in notes)]
         for notes in zip(*longest.values(), strict=True)
     ]
-    print(table(header, rows))
+    table = Table(header, rows)
+    print(table)
+    write_json(options.json, machine, {"all": table})
     held = {
         f"rank {rank} holds at most {AT_MOST_GROWTH} times what it held after {notes[0][0]} tests": notes[-1][
             1

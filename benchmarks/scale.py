@@ -1,6 +1,6 @@
 """CPU seconds to shard 100 Linear layers, and to train one step, as one rank of worlds of 8 to 1,024 ranks.
 
-python benchmarks/scale.py
+    python benchmarks/scale.py [--json FILE]
 
 In fake worlds (torch's `fake` process group): nothing is sent, so what is left is the work of the host.
 torch's FSDP2 is measured in turn, in the same process. A gather of the fake group itself copies as many
@@ -9,14 +9,17 @@ pieces as there are ranks.
 
 from __future__ import annotations
 
+import argparse
 import statistics
 import time
 import warnings
 from collections.abc import Callable, Sequence
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
 import torch.distributed.fsdp
+from figures import Table, describe_machine, write_json
 from torch import nn
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
@@ -64,12 +67,15 @@ def seconds(shard: Shard) -> tuple[float, float]:
     return made - begun, time.process_time() - made
 
 
-def row(name: str, size: int, found: Sequence[tuple[float, float]]) -> str:
+def row(name: str, size: int, found: Sequence[tuple[float, float]]) -> list[str]:
     made, step = (statistics.median(each) for each in zip(*found, strict=True))
-    return f"{name:26} {size:>5} ranks   construction {made:6.2f} s   step {step:6.2f} s"
+    return [name, f"{size:,}", f"{made:.2f} s", f"{step:.2f} s"]
 
 
 def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--json", type=Path, help="file for all samples")
+    options, machine = parser.parse_args(), describe_machine()
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
     found: dict[tuple[str, int], list[tuple[float, float]]] = {}
@@ -79,8 +85,13 @@ def main() -> None:
             for name, shard in FRONTS.items():
                 found.setdefault((name, size), []).append(seconds(shard))
             dist.destroy_process_group()
-    for (name, size), turns in found.items():
-        print(row(name, size, turns[1:]))  # the first one imports and compiles
+    measured = {key: turns[1:] for key, turns in found.items()}  # the first one imports and compiles
+    rows = [row(name, size, turns) for (name, size), turns in sorted(measured.items())]
+    table = Table([f"CPU seconds for {NUM_UNITS} units", "ranks", "construction", "a step"], rows)
+    print(table)
+    print(machine)
+    samples = {f"{name} at {size}": turns for (name, size), turns in measured.items()}
+    write_json(options.json, machine, {"all": table}, samples)
 
 
 if __name__ == "__main__":

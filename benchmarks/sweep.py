@@ -23,7 +23,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from string import Template
 
-from figures import describe_machine, table, verdicts
+from figures import Table, describe_machine, verdicts, write_json
 
 AT_LEAST, AT_MOST = 500, 120.0
 """Points, and seconds that they may take on two cores."""
@@ -160,7 +160,7 @@ def measure(saves: int, only: str) -> Figures:
         return Figures(sweeps, took)
 
 
-def report(sweeps: Sequence[Swept]) -> str:
+def report(sweeps: Sequence[Swept]) -> Table:
     """Return a row for each kind, and one for all."""
     every = Swept(
         "all of them",
@@ -175,7 +175,7 @@ def report(sweeps: Sequence[Swept]) -> str:
         for each in (*sweeps, every)
     ]
     header = ["kind", "points", "held", "seconds", "of processors", "a point", "of processors"]
-    return table(header, rows)
+    return Table(header, rows)
 
 
 def main() -> int:
@@ -188,7 +188,8 @@ def main() -> int:
     options = parser.parse_args()
     machine = describe_machine()
     found = measure(options.saves, options.only)
-    print(report(found.sweeps))
+    table = report(found.sweeps)
+    print(table)
     print(f"pytest from start to end {found.seconds:.1f} s")
     print(", ".join(f"{name} {value}" for name, value in machine.items()))
     num_held = sum(each.held for each in found.sweeps)
@@ -198,8 +199,7 @@ def main() -> int:
         rate = AT_LEAST / found.points * found.seconds
         held[f"{AT_LEAST} points take {rate:.0f} s, at most {AT_MOST:.0f}"] = rate <= AT_MOST
     print("\n" + verdicts(held))
-    if options.json:
-        options.json.write_text(json.dumps({**machine, **asdict(found)}, indent=2) + "\n")
+    write_json(options.json, machine, {"all": table}, asdict(found))
     return int(options.check and not all(held.values()))
 
 

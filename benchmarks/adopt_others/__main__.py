@@ -39,7 +39,7 @@ from typing import Any
 HERE = Path(__file__).parent
 sys.path[:0] = [str(HERE.parent)]
 
-from figures import table  # noqa: E402
+from figures import Table  # noqa: E402
 from porting import PR_SET_CHILD_SUBREAPER, cpu_of_children, end_children  # noqa: E402
 
 BEFORE = "before"
@@ -280,12 +280,13 @@ HEAD = [
 
 def show(results: list[Result]) -> int:
     """Print what was measured; return how many verdicts differ."""
-    print(table(HEAD, list(rows(results))), end="\n\n")
+    print(Table(HEAD, list(rows(results))), end="\n\n")
     for text in dict.fromkeys(f"{result.project}: {result.versions}" for result in results):
         print(text)
     found = [row for result in results for row in differences(result)]
     if found:
-        print("\n" + table(["tests", "adopted by", "test", "before", "after", "message"], found))
+        header = ["tests", "adopted by", "test", "before", "after", "message"]
+        print(f"\n{Table(header, found)}")
     for result in results:
         for one in result.runs:
             for line in one.left:

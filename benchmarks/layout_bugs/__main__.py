@@ -1,6 +1,6 @@
 """Plant bugs in right plans over dp, fsdp, ep, cp, tp and pp: which does `lockstep.layouts` catch, and name?
 
-    python benchmarks/layout_bugs [--only NAME] [--log FILE]
+    python benchmarks/layout_bugs [--only NAME] [--log FILE] [--json FILE]
 
 Each bug runs on its layouts, in one pytest session on warm ranks, and so does each plan without a bug, which
 must hold. Next to the verdict is what three usual checks see of the same run: a loss within 5 %, a norm
@@ -27,8 +27,8 @@ HERE = Path(__file__).parent
 sys.path[:0] = [str(HERE.parent), str(HERE.parents[1])]
 
 from bug import Bug  # noqa: E402
-from figures import describe_machine, table  # noqa: E402
-from files import all_bugs, right_plans  # noqa: E402
+from figures import Table, describe_machine, write_json  # noqa: E402
+from files import all_bugs, bugs_of, right_plans  # noqa: E402
 
 USUAL = {"loss": 0.05, "norm": 0.05, "gradients": 5e-3}
 """What usual tests let pass: of the loss and of the norm a part, of gradients an absolute difference."""
@@ -117,8 +117,8 @@ def read(log: Path) -> list[Result]:
     return sorted(found, key=lambda each: order[each.bug.name])
 
 
-def report(results: Sequence[Result]) -> str:
-    """Return the table of bugs, and the totals."""
+def report(results: Sequence[Result]) -> Table:
+    """Return the table of bugs."""
     module = {None: "", True: "right", False: "wrong"}
     rows = [
         [
@@ -138,23 +138,37 @@ def report(results: Sequence[Result]) -> str:
         "gradients 5e-3",
         "first sentence",
     ]
+    return Table(header, rows)
+
+
+def totals(results: Sequence[Result]) -> Table:
+    """Return how many bugs are caught and named, of all and of those in unseen.py."""
+    unseen = {bug.name for bug in bugs_of("unseen")}
+    counts = [count(results), count([each for each in results if each.bug.name in unseen])]
+    header = ["", "all", f"the {counts[1]['bugs']} by others"]
+    return Table(header, [[what, *(each[what] for each in counts)] for what in counts[0]])
+
+
+def count(results: Sequence[Result]) -> dict[str, str]:
+    """Return what holds of these results."""
     verdicts = [each.verdict for each in results]
     to_name = [each for each in results if each.bug.names or each.bug.hangs]
     to_place = [each for each in results if each.bug.module]
     ran = [each for each in results if each.differences]
     missed = {what: sum(not each.sees(what) for each in ran) for what in USUAL}
     missed["all three"] = sum(not any(each.sees(what) for what in USUAL) for each in ran)
-    lines = [
-        f"{len({each.bug.name for each in results})} bugs on {len(results)} layouts",
-        f"caught: {len(results) - verdicts.count(LOST)} of {len(results)}",
-        f"named: {sum(each.verdict == NAMED for each in to_name)} of {len(to_name)} that have a name",
-        f"named wrongly: {verdicts.count(WRONGLY)}",
-        f"module right: {sum(bool(each.is_module_right) for each in to_place)} of {len(to_place)}, "
-        f"wrong: {sum(each.is_module_right is False for each in to_place)}",
-        f"missed by usual checks, of {len(ran)}: "
-        + ", ".join(f"{what} {number}" for what, number in missed.items()),
-    ]
-    return "\n".join([table(header, rows), "", *lines])
+    of_name = f"{sum(each.verdict == NAMED for each in to_name)} of {len(to_name)}"
+    of_place = f"{sum(bool(each.is_module_right) for each in to_place)} of {len(to_place)}"
+    of_usual = " / ".join(map(str, missed.values()))
+    return {
+        "bugs": str(len({each.bug.name for each in results})),
+        "runs on a layout": str(len(results)),
+        "caught": str(len(results) - verdicts.count(LOST)),
+        "one reduction, factor or part is wrong: named in the first sentence": of_name,
+        "named wrongly": str(verdicts.count(WRONGLY)),
+        "otherwise: the module of the first divergence is right": of_place,
+        "missed by loss 5 % / norm 5 % / gradients 5e-3 / all three": f"{of_usual} of {len(ran)}",
+    }
 
 
 def main() -> int:
@@ -162,7 +176,8 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--only", default="", help="part of the names of bugs to plant")
     parser.add_argument("--log", type=Path, help="file to keep the results in")
-    options = parser.parse_args()
+    parser.add_argument("--json", type=Path, help="file for the tables")
+    options, machine = parser.parse_args(), describe_machine()
     with tempfile.TemporaryDirectory() as folder:
         log = options.log.absolute() if options.log else Path(folder) / "log.jsonl"
         log.unlink(missing_ok=True)
@@ -172,8 +187,10 @@ def main() -> int:
         raise SystemExit(output)
     planted = [each for each in results if each.bug.edits]
     broken = [each for each in results if not each.bug.edits and each.report]
-    print(report(planted))
-    print(", ".join(f"{name} {value}" for name, value in describe_machine().items()))
+    tables = {"all": report(planted), "totals": totals(planted)}
+    print(*tables.values(), sep="\n\n")
+    print(", ".join(f"{name} {value}" for name, value in machine.items()))
+    write_json(options.json, machine, tables)
     for each in broken:
         print(f"\nNOT HELD: {each.bug.name} on {each.layout}\n{each.report}")
     return int(bool(broken) or any(each.verdict in (LOST, WRONGLY) for each in planted))

@@ -23,11 +23,15 @@ ENTRIES = ("reductions", "losses", "norms", "modules", "unseen")
 
 def all_bugs() -> list[Bug]:
     """Return all entries."""
-    modules = [importlib.import_module(name) for name in ENTRIES if (HERE / f"{name}.py").exists()]
-    bugs = [bug for module in modules for bug in module.BUGS]
+    bugs = [bug for name in ENTRIES for bug in bugs_of(name)]
     names = [bug.name for bug in bugs]
     assert len(set(names)) == len(names), [name for name in names if names.count(name) > 1]
     return bugs
+
+
+def bugs_of(name: str) -> list[Bug]:
+    """Return those of one file, none if there is no such file."""
+    return list(importlib.import_module(name).BUGS) if (HERE / f"{name}.py").exists() else []
 
 
 def right_plans(bugs: list[Bug]) -> list[Bug]:

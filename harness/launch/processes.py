@@ -262,9 +262,9 @@ class ProcessLauncher:
 
         Where ranks are spawned it imports nothing: it only cleans up after a controller that crashed.
         """
-        if _has_ended(server_pid()):  # ranks of a dead server live on
+        if (pid := server_pid()) is None or _has_ended(pid):  # ranks of a dead server live on
             self._checked = False
-            server.status_path(self.directory).unlink(missing_ok=True)
+            server.status_path(self.directory).unlink(missing_ok=True)  # of the one before, dead or stopped
         program = self._program
         setup = {
             "sys_path": sys.path,

@@ -46,9 +46,6 @@ class SpawnAdoption:
         worlds: runs calls of `spawn` on warm worlds.
         processes: those that items have started.
         counts: of calls and processes.
-
-    Attributes:
-        is_mentioned: Whether a collected file may start processes.
     """
 
     def __init__(
@@ -59,7 +56,6 @@ class SpawnAdoption:
         processes: TestProcesses,
         counts: Counts,
     ) -> None:
-        self.is_mentioned = False
         self._config = config
         self._ready_launcher = ready_launcher
         self._worlds = worlds

@@ -3,21 +3,19 @@
 from __future__ import annotations
 
 import re
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 
 from lockstep.features.adopt.plugin import families_of
 from lockstep.hookspecs import CONTROLLER_PLUGIN, RANK_PLUGIN
 
-if TYPE_CHECKING:
-    from lockstep.features.spawn.controller import SpawnAdoption
-
 FAMILY = "spawn"
 WAYS = ("worlds", "processes")
 """Values of the option `ranks_adopt_spawn`."""
 _STARTS_PROCESSES = re.compile(rb"multiprocessing|start_processes|\bspawn\b")
-_adoption: pytest.StashKey[SpawnAdoption] = pytest.StashKey()
+_is_mentioned: pytest.StashKey[bool] = pytest.StashKey()
+"""Presence of a file of tests that may start processes."""
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -61,7 +59,6 @@ def pytest_configure(config: pytest.Config) -> None:
         return
     worlds = SpawnOnWorlds(config, controller.prepare, processes.pids)
     adoption = SpawnAdoption(config, controller.ready_launcher, worlds, processes, counts)
-    config.stash[_adoption] = adoption
     config.pluginmanager.register(worlds, "harness-spawn-worlds")
     config.pluginmanager.register(adoption, "harness-spawn")
     config.pluginmanager.register(processes, "harness-spawn-processes")
@@ -72,16 +69,15 @@ def pytest_configure(config: pytest.Config) -> None:
 
 def pytest_ranks_mentioned(config: pytest.Config, text: bytes) -> bool:
     """Return whether a file may start processes; another one finds the server when it starts the first."""
-    adoption = config.stash.get(_adoption, None)
-    if adoption is None or _STARTS_PROCESSES.search(text) is None:
+    # The controller looks into files that are arguments before this plugin is configured.
+    if FAMILY not in families_of(config) or _STARTS_PROCESSES.search(text) is None:
         return False
-    adoption.is_mentioned = True
+    config.stash[_is_mentioned] = True
     return True
 
 
 def pytest_ranks_needs_server(config: pytest.Config) -> bool:
-    adoption = config.stash.get(_adoption, None)
-    return adoption is not None and adoption.is_mentioned
+    return config.stash.get(_is_mentioned, False)
 
 
 def pytest_ranks_imports(config: pytest.Config, hints: list[str]) -> None:

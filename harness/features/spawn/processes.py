@@ -145,6 +145,8 @@ class TestProcesses:
     def _end_hung(self, processes: Sequence[BaseProcess]) -> None:
         self._hung |= {each.pid or 0 for each in processes if each.is_alive()}
         end(lambda: {pid for pid in self._hung if is_running(pid)}, STACKS_WITHIN)
+        for each in processes:
+            each.join(STACKS_WITHIN)  # until the server has seen it, they count as alive
 
     def _failure_of(self, processes: Sequence[BaseProcess], seconds: float) -> BaseException:
         """Return what fails the test, and is not caught by it: a call of `spawn` would not have returned."""
