@@ -603,7 +603,7 @@ def equivalents(
         and mutant.after.count("strict=True") < mutant.before.count("strict=True")
         and f"{mutant.file}:{mutant.function}" not in written["lengths"]["given"]
     }
-    entries = written.get("equivalent", ())
+    entries = written["equivalent"]
     reasons = lengths | {(e["file"], e["function"], e["before"], e["after"]): e["reason"] for e in entries}
     accelerators = {
         (file, line) for file, lines in written["accelerators"]["lines"].items() for line in lines
