@@ -155,7 +155,7 @@ FROM_COMMAND = (MULTI, CONT, WARM)  # of one test in one run each world is fresh
 IMPORT_TORCH = 'python -c "import torch"'
 PHASES = (
     "pytest starts, and loads conftest.py",
-    "it collects; the server imports torch meanwhile",
+    "it collects, while the server imports torch",
     "it forks ranks when the server is done, and they load conftest.py",
     "they collect",
     "they form their group and run the test",

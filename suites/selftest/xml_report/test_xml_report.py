@@ -19,7 +19,7 @@ def properties(node: ElementTree.Element) -> list[tuple[str | None, str | None]]
 def faults(tmp_path_factory: pytest.TempPathFactory) -> Run:
     path = copy_project("ci", tmp_path_factory.mktemp("faults"))
     options = ("-p", "no:cacheprovider", "-o", "junit_logging=all")
-    return run_pytest(path, *options)
+    return run_pytest(path, *options, fresh=True)  # its peak of memory is looked at
 
 
 def test_rank_cause_and_command_are_properties_of_a_failure(faults: Run) -> None:
