@@ -45,8 +45,7 @@ def run_to_end(
         TimeoutError: it was killed after so many seconds.
     """
     with tempfile.TemporaryFile("w+", errors=errors) as output:
-        warm = _interpreter(os.getpid())
-        if not fresh and _at_start(environ) == warm.at_start:
+        if not fresh and _at_start(environ) == (warm := _interpreter(os.getpid())).at_start:
             status = warm.run(arguments, cwd, environ, output.fileno(), timeout)
         else:
             status = subprocess.run(
