@@ -228,7 +228,7 @@ def starting(result: Result) -> list[str]:
 
 
 def launchers(result: Result) -> str:
-    """Return how the tests of a part start processes, and how many do so each way."""
+    """Return how the tests of a part start processes, and how many each way."""
     ways: Counter[str] = Counter()
     for test in result.before.tests.values():
         ways.update({re.sub(r" \d+$", "", way) for way in test.starts.split(", ") if way})

@@ -7,10 +7,8 @@ Each is of a run of its own, in a folder called `project`, of files that pages s
 from __future__ import annotations
 
 import io
-import os
 import re
 import shutil
-import subprocess
 import sys
 import tempfile
 from collections.abc import Callable
@@ -18,7 +16,7 @@ from html import escape
 from pathlib import Path
 
 from suites.selftest.browser import Browser, find_browser, start_browser
-from suites.selftest.project import PROJECTS, WITHOUT_PLUGINS
+from suites.selftest.project import PROJECTS, printed_by
 
 CHECKOUT = Path(__file__).parents[2]
 IMAGES = CHECKOUT / "docs" / "images"
@@ -73,21 +71,6 @@ def write(name: str, picture: bytes) -> None:
     sys.stdout.write(f"{path.relative_to(CHECKOUT)}: {few.width} x {few.height}, {file.tell():,} bytes\n")
 
 
-def run(folder: Path, *command: str, columns: int = 80) -> str:
-    """Run a module of Python in a folder; return what a terminal of so many columns would show."""
-    done = subprocess.run(
-        [sys.executable, "-m", *command],
-        cwd=folder,
-        env=os.environ | WITHOUT_PLUGINS | {"COLUMNS": str(columns), "PYTHONPATH": "."},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        timeout=300,
-        check=False,
-    )
-    return done.stdout
-
-
 # Terminals
 
 SGR = re.compile(r"\x1b\[([\d;]*)m")
@@ -121,7 +104,9 @@ def terminal(folder: Path, browser: Browser, test: str, page: str, columns: int)
     pattern = rf'^```python title="{re.escape(test)}"\n(.*?)^```'
     (text,) = re.findall(pattern, (CHECKOUT / page).read_text(), re.MULTILINE | re.DOTALL)
     (folder / test).write_text(text)
-    output = LEFT_OUT.sub("...\n", run(folder, "pytest", "-q", "--color=yes", test, columns=columns))
+    output = LEFT_OUT.sub(
+        "...\n", printed_by(folder, "-m", "pytest", "-q", "--color=yes", test, columns=columns)
+    )
     path = folder / "terminal.html"
     path.write_text(f"{TERMINAL}<b>$ pytest -q {test}</b>\n{coloured(output.rstrip())}</pre>")
     browser.open(path)
@@ -182,7 +167,7 @@ def timeline(folder: Path, browser: Browser) -> Pictures:
     """Return the page of a step in which rank 1 calls two groups in another order, down to its details."""
     shutil.copy(PROJECTS / "timeline" / "engine.py", folder)
     (folder / "test_step.py").write_text(STEP)
-    run(folder, "pytest", "--timeline=timelines", "test_step.py")
+    printed_by(folder, "-m", "pytest", "--timeline=timelines", "test_step.py")
     browser.resize(900, 700, SCALE)
     (page,) = folder.glob("timelines/*/*/timeline.html")
     browser.open(page)
@@ -198,15 +183,8 @@ def conformance(folder: Path, browser: Browser) -> Pictures:
     shutil.copytree(CHECKOUT / "suites" / "core", folder / "suites" / "core")
     shutil.copy(CHECKOUT / "suites" / "selftest" / "conformance" / "sample_engine.py", folder)
     engines = [f"--engine={name}" for name in ("lockstep", "torch-fsdp2", "sample_engine:HandDDP")]
-    run(
-        folder,
-        "lockstep",
-        "conformance",
-        *engines,
-        "suites/core/test_reduction.py",
-        "-k",
-        "sparse or hook or withhold or frozen or fp64",
-    )
+    claims = ("suites/core/test_reduction.py", "-k", "sparse or hook or withhold or frozen or fp64")
+    printed_by(folder, "-m", "lockstep", "conformance", *engines, *claims)
     browser.resize(1010, 1000, SCALE)
     browser.open(folder / "conformance-report" / "conformance.html")
     middle = browser.boxes("#claims")[0].top - MARGIN

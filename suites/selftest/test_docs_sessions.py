@@ -7,16 +7,13 @@ blocks pass.
 
 from __future__ import annotations
 
-import os
 import re
 import shlex
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
-from suites.selftest.project import WITHOUT_PLUGINS, Project
+from suites.selftest.project import Project, printed_by
 
 PROJECT = Path(__file__).parents[2]
 PAGES = [PROJECT / "README.md", *sorted((PROJECT / "docs").rglob("*.md"), key=str)]
@@ -71,17 +68,7 @@ def run(path: Path, command: str) -> str:
     """Run a command of a page in a directory; return what it printed."""
     program, *args = shlex.split(command)
     assert program in ("pytest", "python")
-    done = subprocess.run(
-        [sys.executable, *(["-m", "pytest"] if program == "pytest" else []), *args],
-        cwd=path,
-        env=os.environ | WITHOUT_PLUGINS | {"COLUMNS": "80"},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        timeout=300,
-        check=False,
-    )
-    return done.stdout
+    return printed_by(path, *(["-m", "pytest"] if program == "pytest" else []), *args)
 
 
 @pytest.mark.parametrize("page", WITH_SESSIONS, ids=lambda page: page.stem)

@@ -45,7 +45,7 @@ def test_each_equivalent_is_a_mutant(monkeypatch: Any, name: str) -> None:
     found = {
         mutant.key
         for file in {entry["file"] for entry in entries}
-        for mutant in module.mutants_of(file, (folder / file).read_text())
+        for mutant in power(monkeypatch, "mutants.mutations").mutants_of(file, (folder / file).read_text())
     }
     assert {tuple(e[k] for k in ("file", "function", "before", "after")) for e in entries} <= found
 
@@ -64,7 +64,7 @@ def test_claims_that_run_the_rarest_branch_come_first(monkeypatch: Any) -> None:
     """A mutant of a condition, or of a loop, is noticed by what goes through it."""
     module = power(monkeypatch)
     source = "def f(x):\n    if x:\n        return g(x)\n    return 1\n"
-    found = {m.before: m for m in module.mutants_of("f.py", source)}
+    found = {m.before: m for m in power(monkeypatch, "mutants.mutations").mutants_of("f.py", source)}
     mutant = found["if x:"]
     assert (mutant.lines, mutant.branches, found["return g(x)"].branches) == ((2, 2), (3,), ())
     claims = [
@@ -96,7 +96,9 @@ def test_claims_with_the_rarest_word_of_the_line_come_first(monkeypatch: Any, tm
     (tmp_path / "test_a.py").write_text(
         "def test_one():\n    shard(offload=True)\n\nclass TestA:\n    def test_two(self):\n        shard()\n"
     )
-    words = module.words_of_tests(SimpleNamespace(folder=tmp_path), ["test_a.py"])
+    words = power(monkeypatch, "mutants.recording").words_of_tests(
+        SimpleNamespace(folder=tmp_path), ["test_a.py"]
+    )
     assert words == {
         "test_a.py::test_one": {"test_one", "shard", "offload"},
         "test_a.py::TestA::test_two": {"test_two", "shard"},
@@ -141,9 +143,10 @@ def test_mutants_are_of_what_runs_and_not_of_types_or_messages(monkeypatch: Any)
     assert signature == ["def mean(values: list[int | None], scale: float = 2.0) -> float:"]
 
 
-def power(monkeypatch: Any) -> Any:
+def power(monkeypatch: Any, name: str = "power") -> Any:
+    """Return the benchmark, or one of the modules that it is made of."""
     monkeypatch.syspath_prepend(PROJECT / "benchmarks")
-    return importlib.import_module("power")
+    return importlib.import_module(name)
 
 
 def test_what_fails_without_a_mutant_is_no_kill(monkeypatch: Any) -> None:
@@ -179,7 +182,7 @@ def test_lines_of_accelerators_are_apart_only_if_no_claim_runs_them(monkeypatch:
     found = {
         (file, m.before)
         for file in written["lines"]
-        for m in module.mutants_of(file, (ENGINE / file).read_text())
+        for m in power(monkeypatch, "mutants.mutations").mutants_of(file, (ENGINE / file).read_text())
         if elsewhere(m)
     }
     assert found == {(file, line) for file, lines in written["lines"].items() for line in lines}
@@ -205,12 +208,11 @@ os.wait()
 
 
 def test_lines_of_a_process_that_is_killed_are_recorded(monkeypatch: Any, tmp_path: Path) -> None:
-    module = power(monkeypatch)
     variables = {"RECORD": str(tmp_path), "SOURCE": str(PROJECT / "harness"), "ITEM": "first"}
     environ = {f"LOCKSTEP_CLAIMS_{name}": value for name, value in variables.items()}
     environ["PYTHONPATH"] = str(MUTANTS / "traced")
     subprocess.run([sys.executable, "-c", TRACED], env=os.environ | environ, check=True)
-    ran = module.lines_in(tmp_path)
+    ran = power(monkeypatch, "mutants.recording").lines_in(tmp_path)
     processes, lines = ran["forked"]
     texts = (PROJECT / "harness" / "output.py").read_text().splitlines()
     assert len(processes) == 1
@@ -244,7 +246,7 @@ def test_an_edit_is_seen_by_its_own_processes_alone(monkeypatch: Any, tmp_path: 
     (claims / "test_of_an_edit.py").write_text(SAMPLE_CLAIMS)
     source = (PROJECT / "harness" / "process_tree.py").read_text()
     base = SimpleNamespace(folder=tmp_path / "base", subject=module.SUBJECTS["core"])
-    copy = module.Copy(copied, base)
+    copy = power(monkeypatch, "mutants.copies").Copy(copied, base)
     copy.edit("process_tree.py", source.replace("END_WITHIN = 2.0", "END_WITHIN = 7"))
     status = copy.pytest(["suites/selftest/test_of_an_edit.py"], 60)
     assert (status, copy.output(-1).splitlines()[-1][:8]) == (0, "2 passed")
