@@ -11,6 +11,7 @@ import os
 import sys
 from pathlib import Path
 from typing import Any
+from weakref import WeakSet
 
 import pytest
 from _pytest import capture
@@ -64,7 +65,8 @@ def attach_log_handlers_quickly() -> None:
 
     In every phase pytest (since 9.2) adds two handlers to each logger that does not propagate, and removes
     them, by calls that take a lock. torch has 43 such loggers: a seventh of what a small test cost its rank.
-    Here the two stay attached, and take no record between phases.
+    Here the two stay attached, and take no record between phases. Each subtest has a handler of its own, which
+    is used once and does not stay.
     If it moves: the class that `LoggingPlugin._runtest_for` enters.
     """
     if "attached_loggers" not in getattr(catching_logs, "__slots__", ()):
@@ -72,6 +74,7 @@ def attach_log_handlers_quickly() -> None:
 
     entered: list[Any] = []  # without a `leave` since
     resting: dict[object, tuple[int, list[Any]]] = {}  # level of a handler, and loggers that have it
+    used: WeakSet[Any] = WeakSet()  # handlers that have been attached before
 
     def enter(self: Any) -> Any:
         handler, root = self.handler, logging.root
@@ -99,11 +102,12 @@ def attach_log_handlers_quickly() -> None:
         entered.clear()
         if self.level is not None:
             logging.root.setLevel(self.orig_level)
-        if type(self.handler) is LogCaptureHandler:
+        if type(self.handler) is LogCaptureHandler and self.handler in used:
             resting[self.handler] = self.handler.level, self.attached_loggers
             self.handler.level = TAKES_NOTHING
         else:
             detach(self.handler, self.attached_loggers)
+            used.add(self.handler)
         self.attached_loggers = []
 
     def detach(handler: Any, loggers: list[Any]) -> None:

@@ -32,7 +32,8 @@ def test_the_same_loggers_have_the_handler(monkeypatch: pytest.MonkeyPatch, leve
     for name in ("__enter__", "__exit__"):
         monkeypatch.setattr(catching_logs, name, getattr(catching_logs, name))
     attach_log_handlers_quickly()
-    assert _attached(level) == of_pytest
+    for _ in range(3):  # attached anew, and from the second time on left where it is
+        assert _attached(level) == of_pytest
     assert of_pytest[0] is True
 
 
@@ -59,3 +60,20 @@ def test_a_logger_that_propagates_again_loses_the_handler(monkeypatch: pytest.Mo
         with catching_logs(handler):
             logger.error(text)
     assert [record.message for record in handler.records] == ["once", "again"]
+
+
+def test_handlers_that_are_used_once_do_not_stay(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("__enter__", "__exit__"):
+        monkeypatch.setattr(catching_logs, name, getattr(catching_logs, name))
+    attach_log_handlers_quickly()
+    phase, apart = LogCaptureHandler(), logging.getLogger("lockstep-apart")
+    monkeypatch.setattr(apart, "propagate", False)
+    before = list(logging.root.handlers), list(apart.handlers)
+    for _ in range(2):
+        with catching_logs(phase):
+            for _ in range(3):
+                with catching_logs(LogCaptureHandler()) as of_subtest:
+                    apart.error("inside")
+                assert [record.message for record in of_subtest.records] == ["inside"]
+    assert [record.message for record in phase.records] == ["inside"] * 6
+    assert (logging.root.handlers, apart.handlers) == tuple([*each, phase] for each in before)
