@@ -33,6 +33,7 @@ FIGURES = {
     "collectives": "collectives.py --dtypes fp32 --sizes 4K,1M,64M "
     "--ops all_gather,reduce_scatter,all_reduce",
     "compile_cache": "compile_cache.py",
+    "conformance": "conformance.py --python .tox/torch2.15/bin/python",
     "engine": "engine.py --repeats 3",
     "engine_shm": "engine.py --repeats 3 --backend shm --dtypes fp32",
     "faults": "faults.py",

@@ -65,8 +65,8 @@ def attach_log_handlers_quickly() -> None:
 
     In every phase pytest (since 9.2) adds two handlers to each logger that does not propagate, and removes
     them, by calls that take a lock. torch has 43 such loggers: a seventh of what a small test cost its rank.
-    Here the two stay attached, and take no record between phases. Each subtest has a handler of its own, which
-    is used once and does not stay.
+    Here the two stay attached, and take no record between phases. The handler of a subtest, which is used
+    once, does not stay.
     If it moves: the class that `LoggingPlugin._runtest_for` enters.
     """
     if "attached_loggers" not in getattr(catching_logs, "__slots__", ()):

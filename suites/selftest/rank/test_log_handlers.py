@@ -32,7 +32,7 @@ def test_the_same_loggers_have_the_handler(monkeypatch: pytest.MonkeyPatch, leve
     for name in ("__enter__", "__exit__"):
         monkeypatch.setattr(catching_logs, name, getattr(catching_logs, name))
     attach_log_handlers_quickly()
-    for _ in range(3):  # attached anew, and from the second time on left where it is
+    for _ in range(3):  # attached again each time, or left where it is
         assert _attached(level) == of_pytest
     assert of_pytest[0] is True
 
