@@ -4,12 +4,13 @@
     python benchmarks/power.py --of core --mutants 120        # of what else is in harness
     python benchmarks/power.py --only gradients.py --show     # chosen, and not run
     python benchmarks/power.py --corpus                       # bugs of real engines, as edits of this one
+    python benchmarks/power.py --of core --minutes 8 --results FILE  # again, until all have run
 
 Each mutant is one edit, which a mount shows to its own processes alone (by `unshare`). Claims of the engine
 are those of `suites`, claims of the harness its self-tests. Those that run the line come first, a few of
 each file, and the first failure ends it: it is killed, if that claim holds without the edit. Apart are
 those that time out, and those with which the session ends without a failure ("session": an import fails, or
-pytest itself). A line that no claim runs makes a survivor at once.
+pytest itself). A line that no claim runs, nor a claim of its room its file, makes a survivor at once.
 What cannot be noticed is in `mutants/equivalent_engine.toml` and `equivalent_core.toml`, with its reason.
 suites/engine takes part in neither.
 """
@@ -18,6 +19,7 @@ from __future__ import annotations
 
 import argparse
 import ast
+import json
 import random
 import signal
 import sys
@@ -27,13 +29,13 @@ import tomllib
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path, PurePath
 from statistics import median
 
 import pytest
 from figures import Table, describe_machine, verdicts
-from mutants.copies import HERE, ROOT, SUBJECTS, Base, Subject, copy_of
+from mutants.copies import HERE, ROOT, SUBJECTS, Base, Subject, copy_of, room_of
 from mutants.corpus import CORPUS
 from mutants.mutations import Mutant
 from mutants.recording import Claim, record, words_of
@@ -56,12 +58,6 @@ class Result:
     tried: int
 
 
-def room_of(file: str) -> str:
-    """Return the folder of self-tests of a file's room or feature; those of no room are at the top."""
-    parts = PurePath(file.removeprefix("features/")).parts
-    return parts[0] if len(parts) > 1 else "selftest"
-
-
 def in_order(
     claims: Sequence[Claim],
     file: str,
@@ -71,34 +67,46 @@ def in_order(
 ) -> list[Claim]:
     """Return the claims that run one of `lines`, the first of them that any runs, the nearest first.
 
-    First those that run the one of `branches` that the fewest run, or whose test has the one of `words` that
-    the fewest have: the others seldom notice. Of these and of those first the nearest of each file of claims,
-    then of each function, then second cases and so on. A claim is near if much of what it runs is in the file
-    of the mutant. Self-tests of its room or feature come before others. On gloo, if any runs the line there.
+    First those that run the one of `branches` that the fewest run (if none is known to, cases that were not
+    recorded), or whose test has the one of `words` that the fewest have: the others seldom notice. Of these
+    and of those first the nearest of each file of claims, then of each function, then second cases and so
+    on. A claim is near if much of what it runs is in the file of the mutant. Self-tests of its room or
+    feature come before others. On gloo, if any runs the line there. Cases that were not recorded come after
+    those of their function that were. Last those of the same room that run the file: under a debugger, in
+    threads of C++ and in dynamo no line is recorded.
     """
     room = room_of(file)
     found = [each for each in claims if file in each.lines]
     if not (found or lines):  # it declares names, which others read
         found = [each for each in claims if each.lines and PurePath(each.file).parent.name == room]
+    known = {each.name for each in found}
     if lines:
         running = ([each for each in found if line in each.lines[file]] for line in lines)
+        inside = [each for each in found if PurePath(each.file).parent.name == room]
         found = next(filter(None, running), [])
+        known = {each.name for each in found}
+        found += [each for each in inside if each.name not in known]
     backend = "gloo" if any(each.backend == "gloo" for each in found) else "shm"
 
     def nearness(claim: Claim) -> float:
+        if claim.is_guess:
+            return -float(PurePath(file).stem in claim.file)
         return -len(claim.lines.get(file, ())) / claim.size / (0.5 + claim.seconds)
 
     found = [each for each in found if each.backend == backend]
-    inside = filter(None, ({e.name for e in found if line in e.lines[file]} for line in branches))
+    through = filter(None, ({e.name for e in found if line in e.lines[file]} for line in branches))
     having = filter(None, ({e.name for e in found if word in e.words} for word in words))
-    rarest = min(inside, key=len, default=set()) | min(having, key=len, default=set())
-    rounds: defaultdict[tuple[bool, bool, int, int], list[Claim]] = defaultdict(list)
+    rarest = min(through, key=len, default=set()) | min(having, key=len, default=set())
+    if any(not any(line in e.lines[file] for e in found) for line in branches):
+        rarest |= {e.name for e in found if e.is_guess}  # one of them may: the others do not
+    rounds: defaultdict[tuple[bool, bool, bool, int, int], list[Claim]] = defaultdict(list)
     files: Counter[str] = Counter()
     functions: Counter[str] = Counter()
-    for claim in sorted(found, key=nearness):
+    for claim in sorted(found, key=lambda claim: (claim.is_guess, nearness(claim))):
         is_common = claim.name not in rarest
-        is_elsewhere = PurePath(claim.file).parent.name != room
-        key = is_common, is_elsewhere, functions[claim.function], min(files[claim.file], 1)
+        is_unknown = claim.name not in known
+        is_far = PurePath(claim.file).parent.name != room or (claim.is_guess and not nearness(claim))
+        key = is_unknown, is_common, is_far, functions[claim.function], min(files[claim.file], 1)
         rounds[key].append(claim)
         files[claim.file] += 1
         functions[claim.function] += 1
@@ -133,17 +141,25 @@ def failing(base: Base, claims: Iterable[Claim], limit: float) -> set[tuple[str,
     return found
 
 
-def confirm(base: Base, results: Sequence[tuple[Result, Sequence[Claim]]], limit: float) -> list[Result]:
+def confirm(
+    base: Base, results: Sequence[tuple[Result, Sequence[Claim]]], limit: float, jobs: int = 1
+) -> list[Result]:
     """Return the results, but "undecided" for each kill by a claim that fails without the mutant too.
 
     Args:
         results: each with the claims that were to run.
+        jobs: how many sessions run at a time.
     """
     noticed_by = [
         next((claim for claim in claims if claim.name == result.by and result.verdict in KILLED), None)
         for result, claims in results
     ]
-    flaky = failing(base, filter(None, noticed_by), limit)
+    # Sorted, as claims of a file share fixtures.
+    killing = sorted({(c.backend, c.name): c for c in noticed_by if c}.values(), key=lambda c: c.file)
+    size = max(1, -(-len(killing) // jobs))
+    parts = [killing[start : start + size] for start in range(0, len(killing), size)]
+    with ThreadPoolExecutor(jobs) as pool:
+        flaky = set().union(*pool.map(lambda part: failing(base, part, limit), parts))
     return [
         Result("undecided", f"fails without it too: {result.by}", result.seconds, result.tried)
         if claim and (claim.name, claim.backend) in flaky
@@ -238,13 +254,14 @@ def equivalents(
     return reasons, elsewhere
 
 
-def report(results: Sequence[tuple[Mutant, Result]], wanted: float) -> str:
-    """Return the tables: by file, and of each mutant that is left."""
+def report(results: Sequence[tuple[Mutant, Result]], subject: Subject) -> str:
+    """Return the tables: by file, or by room of the core, and of each mutant that is left."""
+    of_core = subject.name == "core"
     kinds: defaultdict[str, Counter[str]] = defaultdict(Counter)
     for mutant, result in results:
-        kinds[mutant.file][result.verdict] += 1
+        kinds[room_of(mutant.file) if of_core else mutant.file][result.verdict] += 1
     names = (*KILLED, "survived", "undecided", *APART)
-    rows = [[file, *(str(kinds[file][name]) for name in names)] for file in sorted(kinds)]
+    rows = [[place, *(str(kinds[place][name]) for name in names)] for place in sorted(kinds)]
     total = Counter(result.verdict for _, result in results)
     rows.append(["all", *(str(total[name]) for name in names)])
     left = [
@@ -252,49 +269,87 @@ def report(results: Sequence[tuple[Mutant, Result]], wanted: float) -> str:
         for m, r in results
         if r.verdict in ("survived", "undecided")
     ]
-    parts = [str(Table(["file", *names], rows))]
+    parts = [str(Table(["room" if of_core else "file", *names], rows))]
     if left:
         parts.append(str(Table(["left", "the edit", "verdict", "claims"], left)))
     if killed := [result for _, result in results if result.verdict in KILLED]:
         parts.append(f"to the first failure: {median(r.seconds for r in killed):.0f} s in the median")
     decided = len(results) - sum(total[name] for name in APART)
-    share = f"{len(killed)} of {decided} that CPU ranks run and are not equivalent are killed: {wanted:.0%}"
-    held = {share: len(killed) >= wanted * decided}
+    wanted = f"{subject.wanted:.0%}"
+    share = f"{len(killed)} of {decided} that CPU ranks run and are not equivalent are killed: {wanted}"
+    held = {share: len(killed) >= subject.wanted * decided}
     return "\n\n".join([*parts, verdicts(held)])
+
+
+class Results:
+    """Verdicts in a file, by which a run goes on where an earlier one ended; in none, for the path None.
+
+    Mutants that are undecided run again, after those that have not run.
+
+    Attributes:
+        ran: those that are confirmed.
+        to_confirm: those of a run that was ended before it had confirmed them.
+    """
+
+    def __init__(self, path: Path | None, chosen: Sequence[Mutant]) -> None:
+        self._path = path
+        self.ran: dict[Mutant, Result] = {}
+        self.to_confirm: dict[Mutant, Result] = {}
+        mutants = {(mutant.line, *mutant.key): mutant for mutant in chosen}
+        for row in path.read_text().splitlines() if path and path.exists() else ():
+            key, result, is_confirmed = json.loads(row)
+            if mutant := mutants.get(tuple(key)):
+                self._keep(mutant, Result(**result), is_confirmed)
+
+    def _keep(self, mutant: Mutant, result: Result, is_confirmed: bool) -> None:
+        kept, other = self.ran, self.to_confirm
+        if not is_confirmed:
+            kept, other = other, kept
+        kept[mutant] = result
+        other.pop(mutant, None)
+
+    def add(self, mutant: Mutant, result: Result, is_confirmed: bool) -> None:
+        self._keep(mutant, result, is_confirmed)
+        if self._path:
+            with self._path.open("a") as file:
+                print(json.dumps([(mutant.line, *mutant.key), asdict(result), is_confirmed]), file=file)
 
 
 def each_mutant(
     base: Base, arguments: argparse.Namespace, chosen: Sequence[Mutant], claims: Sequence[Claim]
 ) -> None:
-    """Run the mutants that are chosen, and print what became of them."""
+    """Run the mutants that are chosen, and print what became of them; in parts, if `--results` is given."""
     reasons, elsewhere = equivalents(base.subject, base.folder)
     ends = time.monotonic() + 60 * arguments.minutes
+    results = Results(arguments.results, chosen)
+    left = [mutant for mutant in chosen if mutant not in {**results.ran, **results.to_confirm}]
+    left += [mutant for mutant, result in results.ran.items() if result.verdict == "undecided"]
 
-    def decide(mutant: Mutant) -> tuple[Result, Sequence[Claim]] | None:
+    def decide(mutant: Mutant) -> Result | None:
         if mutant.key in reasons:
-            return Result("equivalent", reasons[mutant.key], 0.0, 0), ()
+            return Result("equivalent", reasons[mutant.key], 0.0, 0)
         near = near_to(mutant, claims)
         if not near and (reason := elsewhere(mutant)):
-            return Result("elsewhere", reason, 0.0, 0), ()
+            return Result("elsewhere", reason, 0.0, 0)
         if time.monotonic() > ends:
             return None
         text = mutant.apply((base.top / mutant.file).read_text())
-        return run(base, [(mutant.file, text)], near, arguments.limit), near
+        return run(base, [(mutant.file, text)], near, arguments.limit)
 
-    mutants, results = [], []
     with ThreadPoolExecutor(arguments.jobs) as pool:
-        futures = {pool.submit(decide, mutant): mutant for mutant in chosen}
+        futures = {pool.submit(decide, mutant): mutant for mutant in left}
         for future in as_completed(futures):
-            mutant, decided = futures[future], future.result()
-            if decided:
-                mutants.append(mutant)
-                results.append(decided)
-                result = decided[0]
+            mutant, result = futures[future], future.result()
+            if result:
+                results.add(mutant, result, is_confirmed=False)
                 place = f"{mutant.file}:{mutant.line} [{mutant.before}] -> [{mutant.after}]"
                 print(result.verdict, f"{result.seconds:.0f} s", result.tried, place, result.by, flush=True)
-    confirmed = confirm(base, results, arguments.limit)
-    print("\n" + report(list(zip(mutants, confirmed, strict=True)), base.subject.wanted))
-    if lost := len(chosen) - len(results):
+    mutants = list(results.to_confirm)
+    found = [(results.to_confirm[mutant], near_to(mutant, claims)) for mutant in mutants]
+    for mutant, result in zip(mutants, confirm(base, found, arguments.limit, arguments.jobs), strict=True):
+        results.add(mutant, result, is_confirmed=True)
+    print("\n" + report(list(results.ran.items()), base.subject))
+    if lost := len(chosen) - len(results.ran):
         print(f"{lost} of {len(chosen)} were not begun in {arguments.minutes} minutes")
 
 
@@ -343,19 +398,27 @@ def main() -> None:
     parser.add_argument(
         "--corpus", action="store_true", help="bugs that real engines had, in place of mutants"
     )
+    parser.add_argument(
+        "--guess",
+        action="store_true",
+        help="of the core: record none; claims not recorded may run all of their room",
+    )
     parser.add_argument("--record", action="store_true", help="record the claims, and do no more")
+    parser.add_argument(
+        "--results", type=Path, help="a file: verdicts are added, and mutants that have one do not run again"
+    )
     parser.add_argument("--show", action="store_true", help="print the mutants and the claims that would run")
     arguments = parser.parse_args()
     if arguments.corpus and arguments.of != "engine":
         parser.error("--corpus: its bugs are those of engines")
-    if arguments.near and arguments.of != "core":
-        parser.error("--near: the claims of an engine are of no room")
+    if (arguments.near or arguments.guess) and arguments.of != "core":
+        parser.error("--near and --guess: the claims of an engine are of no room")
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # so that folders are removed
     with tempfile.TemporaryDirectory(prefix="power-") as folder:
         base = Base(Path(folder), SUBJECTS[arguments.of])
         chosen = choose(base, arguments.mutants, arguments.seed, arguments.only)
         rooms = {room_of(mutant.file) for mutant in chosen} if arguments.near else ()
-        claims = record(base, rooms, arguments.jobs, arguments.minutes)
+        claims = record(base, rooms, arguments.jobs, arguments.minutes, arguments.guess)
         print(describe_machine(), f"{len(claims)} claims", flush=True)
         if arguments.record:
             return

@@ -12,12 +12,18 @@ import sys
 import tempfile
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
+from pathlib import Path, PurePath
 
 from mutants.mutations import Mutant, mutants_of
 
 ROOT = Path(__file__).parents[2]
 HERE = Path(__file__).parent
+
+
+def room_of(file: str) -> str:
+    """Return the folder of self-tests of a file's room or feature; those of no room are at the top."""
+    parts = PurePath(file.removeprefix("features/")).parts
+    return parts[0] if len(parts) > 1 else "selftest"
 
 
 def digest(paths: Iterable[Path], *words: str) -> str:

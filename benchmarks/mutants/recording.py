@@ -10,12 +10,12 @@ import re
 import time
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from importlib.metadata import version
 from pathlib import Path, PurePath
 
-from mutants.copies import HERE, ROOT, Base, copy_of, digest
+from mutants.copies import HERE, ROOT, Base, copy_of, digest, room_of
 
 CACHE = ROOT / "build" / "power"
 BATCH = 10
@@ -35,6 +35,8 @@ class Claim:
     """Those of its test, and of what that uses of its file."""
     shares: str = ""
     """The name of the longest fixture that it shares with other claims of its file."""
+    is_guess: bool = False
+    """Whether its lines are those of other cases of its function: it may run more."""
 
     @property
     def file(self) -> str:
@@ -94,14 +96,15 @@ def spread(names: Iterable[str], number: int) -> list[str]:
     ]
 
 
-def record(base: Base, rooms: Collection[str], jobs: int, minutes: float) -> list[Claim]:
+def record(base: Base, rooms: Collection[str], jobs: int, minutes: float, guess: bool = False) -> list[Claim]:
     """Return all claims with the lines that they run: recorded, where what they depend on has changed.
 
-    Those of which no case like them is recorded have no lines; those that fail are none.
+    A case that is not recorded has the lines of those of its function that are; claims that fail are none.
 
     Args:
         rooms: the names of the only folders of claims that are of interest; all, if empty.
         minutes: after which no more files are begun, and the program ends.
+        guess: record none; claims that are not recorded may run all that their room has.
     """
     ends = time.monotonic() + 60 * minutes
     store = CACHE / f"{base.subject.name}-{digest(base.shared(), version('torch'))}"
@@ -115,6 +118,10 @@ def record(base: Base, rooms: Collection[str], jobs: int, minutes: float) -> lis
             if name.startswith(folders) and (not rooms or PurePath(name).parent.name in rooms)
         }
         lacking = [name for name, path in kept.items() if not path.exists()]
+        if guess and lacking:
+            claims += guesses_of_rooms(base, backend, lacking)
+            kept = {name: path for name, path in kept.items() if path.exists()}
+            lacking = []
         for begin in range(0, len(lacking), BATCH):
             print(f"recording on {backend}: {begin} of {len(lacking)} files of claims", flush=True)
             if time.monotonic() > ends:
@@ -124,7 +131,7 @@ def record(base: Base, rooms: Collection[str], jobs: int, minutes: float) -> lis
                 kept[name].write_text(json.dumps(rows))
         words = words_of_tests(base, kept)
         for path in kept.values():
-            claims += [
+            found = [
                 Claim(
                     name,
                     backend,
@@ -136,7 +143,54 @@ def record(base: Base, rooms: Collection[str], jobs: int, minutes: float) -> lis
                 )
                 for name, processes, seconds, lines, shares in json.loads(path.read_text())
             ]
+            claims += with_guesses(found)
     return claims
+
+
+def guesses_of_rooms(base: Base, backend: str, files: Sequence[str]) -> list[Claim]:
+    """Return the claims of `files`, as if each ran all of its room; those of a file run together."""
+    words = words_of_tests(base, files)
+    lines_by_room: defaultdict[str, dict[str, frozenset[int]]] = defaultdict(dict)
+    for path in base.subject.files(base.folder):
+        name = str(path.relative_to(base.top))
+        every = range(1, path.read_text().count("\n") + 2)
+        lines_by_room[room_of(name)][name] = frozenset(every)
+    return [
+        Claim(
+            name,
+            backend,
+            2,
+            1.0,
+            lines_by_room[PurePath(name.partition("::")[0]).parent.name],
+            words.get(name.partition("[")[0], frozenset()) | words_of(name.partition("[")[2]),
+            shares=name.partition("::")[0],
+            is_guess=True,
+        )
+        for name in names_of(base, ["--backend", backend, *files])
+    ]
+
+
+def names_of(base: Base, options: Sequence[str]) -> list[str]:
+    """Return the node ids of the claims that pytest collects."""
+    with copy_of(base) as copy:
+        if copy.pytest(["--collect-only", *options], 600):
+            raise SystemExit(copy.output())
+        return [line for line in copy.output(-1).splitlines() if "::" in line and line.startswith("suites")]
+
+
+def with_guesses(claims: Sequence[Claim]) -> list[Claim]:
+    """Return the claims; cases that were not recorded run what the longest of their function does."""
+    cases: defaultdict[str, list[Claim]] = defaultdict(list)
+    for claim in claims:
+        if claim.seconds:
+            cases[claim.function].append(claim)
+    longest = {function: max(each, key=lambda claim: claim.seconds) for function, each in cases.items()}
+    return [
+        replace(longest[claim.function], name=claim.name, words=claim.words, is_guess=True)
+        if not claim.seconds and claim.function in longest
+        else claim
+        for claim in claims
+    ]
 
 
 Row = tuple[str, int, float, Mapping[str, Sequence[int]], str]
@@ -146,10 +200,7 @@ Row = tuple[str, int, float, Mapping[str, Sequence[int]], str]
 def recorded(base: Base, backend: str, files: Sequence[str], number: int, jobs: int) -> dict[str, list[Row]]:
     """Return a row for each claim of each of `files`; without lines for those that did not run."""
     options = ["--backend", backend, *files]
-    with copy_of(base) as copy:
-        if copy.pytest(["--collect-only", *options], 600):
-            raise SystemExit(copy.output())
-        names = [line for line in copy.output(-1).splitlines() if "::" in line and line.startswith("suites")]
+    names = names_of(base, options)
     with copy_of(base) as copy:
         chosen = {*spread(names, number)}
         (copy.tmp / "order.txt").write_text("\n".join(name for name in names if name in chosen))

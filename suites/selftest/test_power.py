@@ -112,6 +112,23 @@ def test_claims_with_the_rarest_word_of_the_line_come_first(monkeypatch: Any, tm
     assert [each.name for each in module.in_order(claims, "f.py", (1,), (), ["shard"])] == names[::-1]
 
 
+def test_cases_that_were_not_recorded_may_run_the_line(monkeypatch: Any) -> None:
+    module = power(monkeypatch)
+    lines = {"shm/reduce.py": frozenset({3, 4})}
+    name = "suites/selftest/shm/test_a.py::test"
+    claims = [
+        module.Claim(f"{name}[{case}]", "gloo", 2, case / 2, lines if case else {}) for case in range(3)
+    ]
+    claims = power(monkeypatch, "mutants.recording").with_guesses(claims)
+    assert [(each.seconds, each.is_guess) for each in claims] == [(1.0, True), (0.5, False), (1.0, False)]
+
+    def order(*lines: int) -> list[str]:
+        return [each.name.removeprefix(name) for each in module.in_order(claims, "shm/reduce.py", lines)]
+
+    assert order(3, 2) == ["[1]", "[2]", "[0]"]
+    assert order(9, 8) == ["[1]", "[2]", "[0]"]
+
+
 SAMPLE = '''
 def mean(values: list[int | None], scale: float = 1.0) -> float:
     """Return it."""
@@ -151,7 +168,7 @@ def power(monkeypatch: Any, name: str = "power") -> Any:
 
 def test_what_fails_without_a_mutant_is_no_kill(monkeypatch: Any) -> None:
     module = power(monkeypatch)
-    claims = [module.Claim(name, "gloo", 2, 1.0, {}) for name in ("a", "flaky", "b", "unused")]
+    claims = [module.Claim(name, "gloo", 2, 1.0, {}) for name in ("a", "flaky", "z", "unused")]
     controlled = []
 
     def run(base: Any, edits: Any, claims: Any, limit: float) -> Any:
@@ -166,13 +183,13 @@ def test_what_fails_without_a_mutant_is_no_kill(monkeypatch: Any) -> None:
         ("killed", "a"),
         ("killed", "flaky"),
         ("timed out", "flaky"),
-        ("killed", "b"),
+        ("killed", "z"),
         ("survived", "3 claims"),
     ]
     decided = [(module.Result(*each, 1.0, 1), claims) for each in [*found, ("session", "exit status 1")]]
     verdicts = [each.verdict for each in module.confirm(None, decided, 60.0)]
     assert verdicts == ["killed", "undecided", "undecided", "killed", "survived", "session"]
-    assert controlled == [["a", "flaky", "b"], ["b"]]
+    assert controlled == [["a", "flaky", "z"], ["z"]]
 
 
 def test_lines_of_accelerators_are_apart_only_if_no_claim_runs_them(monkeypatch: Any) -> None:
@@ -252,3 +269,30 @@ def test_an_edit_is_seen_by_its_own_processes_alone(monkeypatch: Any, tmp_path: 
     assert (status, copy.output(-1).splitlines()[-1][:8]) == (0, "2 passed")
     assert (PROJECT / "harness" / "process_tree.py").read_text() == source
     assert not (PROJECT / "suites" / "selftest" / "test_of_an_edit.py").exists()
+
+
+def test_a_run_goes_on_where_an_earlier_one_ended(
+    monkeypatch: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    module = power(monkeypatch)
+    source = "def f(x):\n    g(x)\n    h(x)\n    return x + 1\n"
+    (tmp_path / "f.py").write_text(source)
+    chosen = power(monkeypatch, "mutants.mutations").mutants_of("f.py", source)
+    assert len(chosen) == 5
+    base = SimpleNamespace(folder=tmp_path, top=tmp_path, subject=module.SUBJECTS["core"])
+    claim = module.Claim("suites/selftest/test_f.py::test", "gloo", 2, 1.0, {"f.py": frozenset({2, 3, 4})})
+    edited = []
+
+    def run(base: Any, edits: Any, claims: Any, limit: float) -> Any:
+        edited.extend(edits)
+        return module.Result("killed" if edits and "pass" in edits[0][1] else "survived", claim.name, 1.0, 1)
+
+    monkeypatch.setattr(module, "run", run)
+    arguments = SimpleNamespace(results=tmp_path / "found", minutes=1, limit=1.0, jobs=1)
+    module.each_mutant(base, arguments, chosen[:3], [claim])
+    assert len(edited) == 3
+    rows = arguments.results.read_text().splitlines()
+    arguments.results.write_text("\n".join(rows[:4]) + "\n")  # as if ended before two were confirmed
+    module.each_mutant(base, arguments, chosen, [claim])
+    assert len(edited) == len({text for _, text in edited}) == 5
+    assert "2 of 5 that CPU ranks run" in capsys.readouterr().out
