@@ -86,7 +86,6 @@ class Trial:
         if not cases:
             what = f"pytest has run no test: exit status {self._process.returncode}{self._tail()}"
             yield problem("trial", what, why, "mend what it says; the same ends a run of your tests")
-            return
         for case in cases:
             yield _of_case(case)
 

@@ -28,6 +28,7 @@ from lockstep.assertions import (
     per_rank_batches,
     train,
 )
+from lockstep.assertions.closeness import differences
 
 F16, F32 = torch.float16, torch.float32
 
@@ -248,6 +249,14 @@ def test_parameter_that_is_not_sharded_fails(world):
         assert_sharded_parity(make_model(), make_model())
 
 
+@pytest.mark.ranks(2)
+def test_a_parameter_that_the_sharded_model_lacks_fails(world):
+    sharded, reference = backward_both(world)
+    reference.register_parameter("more", nn.Parameter(torch.ones(2)))
+    with pytest.raises(AssertionError, match=r"rank 0: more: missing"):
+        assert_sharded_parity(sharded, reference)
+
+
 # agreement of ranks
 
 
@@ -370,6 +379,14 @@ def test_default_tolerance_is_the_row_of_the_looser_dtype():
     assert_named_close({"w": close}, {"w": one}, same_dtype=False)
     with pytest.raises(AssertionError, match=r"w: .*absolute difference"):
         assert_named_close({"w": far}, {"w": one}, same_dtype=False)
+
+
+def test_another_dtype_is_a_difference_unless_that_is_allowed():
+    one, same = {"w": torch.ones(1)}, {"w": torch.ones(1, dtype=F16)}
+    assert differences(same, one, same_dtype=False) == []
+    assert len(differences(same, one)) == 1
+    with pytest.raises(AssertionError, match=r"w: .*float16"):
+        assert_named_close(same, one)
 
 
 def test_integers_are_compared_exactly():

@@ -1,7 +1,10 @@
 """The models: sizes of their units, gradients, delays."""
 
+from collections import Counter
+
 import pytest
 import torch
+from hypothesis import given, settings
 from torch import nn
 
 from lockstep.conformance import ShardSpec
@@ -14,6 +17,8 @@ from lockstep.conformance.models import (
     NonUniformReqGradNWM,
     TransformerWithSharedParams,
 )
+from lockstep.conformance.models.strategies import trees
+from lockstep.conformance.models.trees import Tree
 
 
 @pytest.mark.ranks(3)
@@ -93,3 +98,18 @@ def test_ranks_share_all_layers_but_their_experts(world):
         for values in (weight.detach(), weight.grad):
             first, second = world.gather(values.cpu())
             assert torch.equal(first, second) == (not name.startswith(model.expert)), name
+
+
+def test_what_trees_are_to_lack_no_tree_has() -> None:
+    seen = Counter[str]()
+
+    @settings(max_examples=50, database=None, derandomize=True)
+    @given(trees(frozen=False, shared=False, idle=False, recomputed=False))
+    def draw(tree: Tree) -> None:
+        for _, part in tree.named_parts():
+            seen[type(part).__name__] += 1
+            assert (part.calls, part.used, part.frozen) == (1, "always", False)
+            assert not getattr(part, "recomputed", False)
+
+    draw()
+    assert seen.keys() == {"Linear", "Gain", "Offset", "Block"}

@@ -9,7 +9,9 @@ import resource
 import subprocess
 import sys
 import tempfile
+import threading
 from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
 from importlib import metadata
 from pathlib import Path
 from types import SimpleNamespace
@@ -118,6 +120,11 @@ def test_few_descriptors(limit: int, level: str, monkeypatch: Patch) -> None:
     assert level == "ok" or "`ulimit -n 1024`" in finding.remedy
 
 
+def test_descriptors_without_a_limit(monkeypatch: Patch) -> None:
+    monkeypatch.setattr(resource, "getrlimit", lambda _: (resource.RLIM_INFINITY,) * 2)
+    assert the(machine.open_files(), "open-files", "ok").what == "no limit"
+
+
 @pytest.mark.parametrize(("left", "level"), [(5, "problem"), (100, "note"), (5000, "ok")])
 def test_few_processes_of_a_user(left: int, level: str, monkeypatch: Patch) -> None:
     monkeypatch.setattr(os, "geteuid", lambda: 1000)
@@ -125,6 +132,17 @@ def test_few_processes_of_a_user(left: int, level: str, monkeypatch: Patch) -> N
     monkeypatch.setattr(machine, "_number", lambda _: None)
     monkeypatch.setattr(resource, "getrlimit", lambda _: (100 + left, 100 + left))
     assert f"{left} more processes" in the(machine.processes(), "processes", level).what
+
+
+def test_threads_of_a_user_are_counted(monkeypatch: Patch) -> None:
+    monkeypatch.setattr(os, "geteuid", lambda: 1000)
+    monkeypatch.setattr(machine, "_number", lambda _: None)
+    monkeypatch.setattr(resource, "getrlimit", lambda _: (1 << 20, 1 << 20))
+    with ThreadPoolExecutor(3) as pool:
+        futures = [pool.submit(threading.Event().wait, 1.0) for _ in range(3)]
+        left, _, _ = the(machine.processes(), "processes", "ok").what.partition(" ")
+        assert not any(future.done() for future in futures)
+    assert int(left) <= (1 << 20) - 4
 
 
 def test_few_processes_of_a_container(monkeypatch: Patch) -> None:
@@ -135,6 +153,12 @@ def test_few_processes_of_a_container(monkeypatch: Patch) -> None:
 def test_one_core(monkeypatch: Patch) -> None:
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0})
     assert "--world-timeout" in the(machine.processors(), "cores", "note").remedy
+
+
+def test_a_part_of_the_cores(monkeypatch: Patch) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: range(8))
+    monkeypatch.setattr(Path, "read_text", lambda _: "350000 100000\n")
+    assert the(machine.processors(), "cores", "ok").what == "3 cores"
 
 
 @pytest.mark.parametrize(("left", "level"), [(300, "problem"), (1000, "note")])
@@ -185,6 +209,11 @@ def test_another_system(monkeypatch: Patch) -> None:
     assert "Linux alone" in the(machine.system(), "system", "note").why
 
 
+def test_another_processor(monkeypatch: Patch) -> None:
+    monkeypatch.setattr(machine.platform, "machine", lambda: "aarch64")
+    assert "x86-64 alone" in the(machine.system(), "system", "note").why
+
+
 @pytest.mark.parametrize("name", ["WORLD_SIZE", "PYTEST_ADDOPTS", "TORCH_DISTRIBUTED_DEBUG"])
 def test_variables_that_change_a_run(name: str, monkeypatch: Patch) -> None:
     monkeypatch.setenv(name, "x")
@@ -194,6 +223,11 @@ def test_variables_that_change_a_run(name: str, monkeypatch: Patch) -> None:
 def test_an_old_python(monkeypatch: Patch) -> None:
     monkeypatch.setattr(sys, "version_info", (3, 10))
     the(installation.python(), "python", "problem")
+
+
+def test_python_without_the_gil(monkeypatch: Patch) -> None:
+    monkeypatch.setattr(sys, "_is_gil_enabled", lambda: False, raising=False)
+    assert the(installation.python(), "python", "note").what.endswith(", without the GIL")
 
 
 @pytest.mark.parametrize("version", ["8.4.2", None])
@@ -227,6 +261,16 @@ def test_torch_that_ends_its_process(monkeypatch: Patch, tmp_path: Path) -> None
     monkeypatch.chdir(tmp_path)
     answer = installation.read_torch(installation.start_asking_torch())
     assert answer == {"error": "`import torch` ended the process: exit code 7"}
+
+
+def test_torch_that_is_not_imported_in_time(monkeypatch: Patch, tmp_path: Path) -> None:
+    (tmp_path / "torch.py").write_text("import time; time.sleep(600)")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(installation, "TORCH_WITHIN", 0.1)
+    process = installation.start_asking_torch()
+    assert installation.read_torch(process) == {"error": "`import torch` takes more than 0.1 s"}
+    assert process is not None
+    assert process.returncode == -9
 
 
 def test_files_that_are_not_installed(monkeypatch: Patch) -> None:

@@ -34,6 +34,10 @@ def test_a_receive_without_a_send_fails_the_test(session: FaultSession) -> None:
     )
 
 
+def test_a_send_that_was_waited_for_needs_no_receive_that_is_seen(session: FaultSession) -> None:
+    assert session["test_a_receive_that_no_wrapper_sees"].outcomes == ["passed"]
+
+
 def test_a_send_too_many_fails_the_test(session: FaultSession) -> None:
     head = session["test_sends_that_outnumber_receives"].head()
     place = session.place("handles = [dist.isend")

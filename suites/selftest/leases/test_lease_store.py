@@ -148,6 +148,19 @@ def test_a_lower_bound_counts_ranks_of_runs_with_a_higher_one(machine: Machine) 
     assert machine.take(ranks(3, at_once=8)).rest()
 
 
+def test_a_controller_ends_its_own_worlds_before_it_waits(machine: Machine) -> None:
+    worlds = [machine.take(ranks(3))]
+
+    def make_room() -> None:
+        worlds.pop().end()
+
+    leases = Leases(machine.store, 0.0, print)
+    leases.take(ranks(1), make_room).end()
+    assert len(worlds) == 1
+    leases.take(ranks(2), make_room).end()
+    assert worlds == []
+
+
 def test_a_warm_world_is_recalled_when_it_was_idle_for_a_while(
     machine: Machine, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from hypothesis import stateful
 from hypothesis import strategies as st
 from hypothesis.database import InMemoryExampleDatabase
 from hypothesis.internal.conjecture import providers
@@ -18,6 +19,7 @@ from lockstep.features.properties.attempt import Attempt
 from lockstep.features.properties.crashed import CrashGuard
 from lockstep.features.properties.crashed_examples import CrashSearch
 from lockstep.features.properties.execution import LockstepDatabase, SharedConstants
+from lockstep.features.properties.hypothesis_internals import call_before_rules
 from lockstep.features.properties.messages import (
     FEATURE,
     CrashedExample,
@@ -230,3 +232,25 @@ def test_an_unsupported_hypothesis_fails_property_tests_only(
     said = r"do not run on ranks with Hypothesis \d.*: module 'hypothesis.core' has no attribute 'State'"
     with pytest.raises(pytest.fail.Exception, match=said):
         properties.pytest_runtest_setup(drawn)
+
+
+def test_each_rule_is_checked_once_however_many_examples_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Machine(stateful.RuleBasedStateMachine):
+        @stateful.initialize()
+        def begin(self) -> None:
+            called.append("begin")
+
+        @stateful.rule()
+        def step(self) -> None:
+            called.append("step")
+
+    called: list[str] = []
+    monkeypatch.setattr(
+        stateful.RuleBasedStateMachine, "setup_state", stateful.RuleBasedStateMachine.setup_state
+    )
+    call_before_rules(lambda: called.append("check"))
+    for _ in range(3):
+        state = Machine.setup_state()
+    for rule in (*state.initializers, *state.rules):
+        rule.function(Machine)
+    assert called == ["check", "begin", "check", "step"]

@@ -9,6 +9,7 @@ import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from concurrent.futures import TimeoutError as FutureTimeout
+from pathlib import Path
 
 import pytest
 import torch
@@ -24,7 +25,7 @@ from lockstep.shm.errors import (
     ShmError,
 )
 from lockstep.shm.meeting import meet
-from lockstep.shm.memory import Arena, Segment
+from lockstep.shm.memory import Arena, Segment, available
 from lockstep.shm.p2p import ANY, Mailbox
 from lockstep.shm.peer import DEPTH, INLINE, PRESENT, Peer
 from lockstep.shm.work import Bundle, ShmWork
@@ -167,6 +168,20 @@ def test_a_segment_is_opened_by_its_inode_alone() -> None:
     with pytest.raises(FileNotFoundError, match="has closed"):
         Segment.open(os.getpid(), segment.handle)
     other.close()
+
+
+@pytest.mark.parametrize(("limit", "left"), [("max", 4096 << 10), ("5000", 2000), ("8000000", 4096 << 10)])
+def test_a_control_group_may_leave_less_memory(
+    monkeypatch: pytest.MonkeyPatch, limit: str, left: int
+) -> None:
+    files = {
+        "/proc/meminfo": "MemTotal: 9000 kB\nMemAvailable: 4096 kB\n",
+        "/proc/self/cgroup": "0::/a/b\n",
+        "/sys/fs/cgroup/a/b/memory.max": f"{limit}\n",
+        "/sys/fs/cgroup/a/b/memory.current": "3000\n",
+    }
+    monkeypatch.setattr(Path, "read_text", lambda path: files[str(path)])
+    assert available() == left
 
 
 def test_a_segment_too_large_says_how_much_and_for_what() -> None:

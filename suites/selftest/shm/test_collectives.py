@@ -134,6 +134,22 @@ def test_all_reduce_coalesced_sums_each(world, group):
     assert [tensor.tolist() for tensor in tensors] == [[3.0, 3.0], [[10.0]] * 3]
 
 
+@only_shm
+@pytest.mark.ranks(2)
+def test_all_reduce_coalesced_of_two_dtypes_sums_each(world, group):
+    tensors = [torch.full((2,), world.rank + 1.0), torch.full((3,), world.rank + 1)]
+    group.allreduce_coalesced(tensors).wait()  # `dist.all_reduce_coalesced` wants one dtype
+    assert [tensor.tolist() for tensor in tensors] == [[3.0, 3.0], [3, 3, 3]]
+
+
+@only_shm
+@pytest.mark.ranks(2)
+def test_all_reduce_coalesced_scales_each_before_the_sum(world, group):
+    tensors = [torch.full((2,), world.rank + 1.0), torch.full((1,), 10.0)]
+    dist.all_reduce_coalesced(tensors, dist._make_nccl_premul_sum(0.5), group=group)
+    assert [tensor.tolist() for tensor in tensors] == [[1.5, 1.5], [10.0]]
+
+
 @pytest.mark.ranks(3)
 def test_reduce_scatter_of_a_list(world, group):
     output = torch.empty(6)

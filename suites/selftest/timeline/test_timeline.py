@@ -15,6 +15,7 @@ from types import SimpleNamespace
 import pytest
 
 from lockstep.features.timeline import files
+from lockstep.features.timeline.timeline import Bar, Lane, Span, Timeline
 from lockstep.features.timeline.trace import can_write_trace
 from suites.selftest.browser import Browser
 from suites.selftest.project import Project, line_of
@@ -255,10 +256,25 @@ def test_a_trace_joins_the_bars_of_a_collective(drawn: Drawn) -> None:
     trace.ParseFromString((drawn.folder("test_healthy[2-ranks]") / "timeline.pftrace").read_bytes())
     flows = [flow for packet in trace.packet for flow in packet.track_event.flow_ids]
     assert flows
+    moments = [packet.timestamp for packet in trace.packet if packet.HasField("track_event")]
+    assert 0 < max(moments) - min(moments) < 60e9
     # Each rank is alone in its group of replicas.
     alone = [flow for flow in flows if flows.count(flow) == 1]
     assert {flows.count(flow) for flow in flows} == {1, 2}
     assert len(alone) == 2 * 3
+
+
+def test_the_last_calls_are_kept_and_those_before_counted() -> None:
+    def lane(rank: int) -> Lane:
+        bars = [Bar(("0", 0, n), "all_reduce", 10 * n, 10 * n + 5, "over", True) for n in range(1, 5)]
+        return Lane(rank, tuple(bars), (), (Span("call", 0, 50), Span("setup", 0, 9)), "passed", "")
+
+    timeline = Timeline("id", (lane(0), lane(1)), 0, 50)
+    assert timeline.last(4) is timeline
+    last = timeline.last(3)
+    assert (last.begun, last.num_left_out) == (20, 2)
+    assert [[bar.begun for bar in each.bars] for each in last.lanes] == [[20, 30, 40]] * 2
+    assert [each.spans for each in last.lanes] == [(Span("call", 20, 50),)] * 2
 
 
 def test_a_folder_that_cannot_be_written_to_costs_no_report(

@@ -46,3 +46,16 @@ def test_unequal_sends(world):
         dist.send(torch.ones(1), 1)
     else:
         dist.recv(torch.ones(1), 0)
+
+
+def test_a_receive_that_no_wrapper_sees(world):
+    """Compiled code calls the operator: that the send was waited for tells that it was received."""
+    tensor = torch.full((3,), world.rank + 1.0)
+    if world.rank == 0:
+        dist.isend(tensor, 1).wait()
+    elif dist.get_backend() == "shm":  # which has no operators
+        dist.recv(tensor, 0)
+    else:
+        work = torch.ops.c10d.recv_([tensor], dist.group.WORLD.boxed(), 0, 0)
+        dist.Work.unbox(work).wait()
+    assert tensor.tolist() == [1.0, 1.0, 1.0]
