@@ -49,7 +49,7 @@ def test_unequal_sends(world):
 
 
 def test_a_receive_that_no_wrapper_sees(world):
-    """Compiled code calls the operator: that the send was waited for tells that it was received."""
+    """Compiled code calls the operator: a send that was waited for was received."""
     tensor = torch.full((3,), world.rank + 1.0)
     if world.rank == 0:
         dist.isend(tensor, 1).wait()
