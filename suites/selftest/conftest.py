@@ -6,15 +6,19 @@ import contextlib
 import os
 import signal
 import tempfile
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+from lockstep.features.adopt.plugin import IMPORTS as OF_ADOPTED_TESTS
 from suites.selftest.browser import Browser, find_browser, start_browser
 from suites.selftest.fault_session import FaultSession, run_faults
 from suites.selftest.project import WITHOUT_PLUGINS, Project, Run, copy_project, run_pytest
 from suites.selftest.second_tries import pytest_runtest_setup  # noqa: F401
+from suites.selftest.warm_interpreter import IMPORTED
+from suites.selftest.warm_pytest import run_module
 
 # Variables that would make a session under test behave differently here than elsewhere.
 REMOVED = {
@@ -28,10 +32,22 @@ REMOVED = {
     *("CIRCLECI", "CIRRUS_CI", "CODEBUILD_BUILD_ID", "GITHUB_ACTIONS", "GITLAB_CI", "HEROKU_TEST_RUN_ID"),
     *("TEAMCITY_VERSION", "TF_BUILD"),
 }
+IMPORTS = {
+    "adopt": OF_ADOPTED_TESTS,
+    **dict.fromkeys(
+        ("compiles", "conformance", "divergence", "goldens", "layouts", "test_docs_sessions"),
+        ("torch._dynamo",),
+    ),
+    "test_blocks": (
+        *("functorch.compile", "torch._dynamo.debug_utils", "torch._inductor.codecache"),
+        *("torch.distributed.tensor.experimental._attention", "torch.nn.attention.flex_attention"),
+    ),
+}
+"""What all sessions of a folder, or of a file, import: it takes longer than to import torch."""
 
 
 @pytest.fixture(scope="module", autouse=True)
-def clean_environment() -> Iterator[None]:
+def clean_environment(request: pytest.FixtureRequest) -> Iterator[None]:
     """Give sessions under test the same environment wherever they run, and make them respect Ctrl-C."""
     if "RANK" in os.environ:  # there it would be a change that the first test leaves
         yield
@@ -42,6 +58,10 @@ def clean_environment() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         for name in REMOVED:
             patch.delenv(name, raising=False)
+        imports = (
+            name for place in (request.path.parent.name, request.path.stem) for name in IMPORTS.get(place, ())
+        )
+        patch.setenv(IMPORTED, " ".join(imports))
         yield
     if in_background:
         signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -67,6 +87,27 @@ def shared_project(request: pytest.FixtureRequest) -> Iterator[Project]:
     """One project for several tests, which look at one session from different sides."""
     with make_project(request) as project:
         yield project
+
+
+@pytest.fixture
+def pytester(
+    request: pytest.FixtureRequest, pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch
+) -> pytest.Pytester:
+    """Pytester, which runs pytest in forks of a warm interpreter, except for a module that is FRESH."""
+    if hasattr(request.module, "FRESH"):
+        return pytester
+
+    def run(*command: object, timeout: float) -> pytest.RunResult:
+        assert command[:2] == pytester._getpytestargs()
+        path = os.pathsep.join(filter(None, (os.getcwd(), os.environ.get("PYTHONPATH", ""))))
+        arguments, environ = map(str, command[2:]), {**os.environ, "PYTHONPATH": path}
+        begun = time.monotonic()
+        done = run_module("pytest", *arguments, cwd=Path.cwd(), environ=environ, timeout=timeout)
+        lines = done.stdout.splitlines(), done.stderr.splitlines()
+        return pytest.RunResult(done.returncode, *lines, time.monotonic() - begun)
+
+    monkeypatch.setattr(pytester, "run", run)
+    return pytester
 
 
 @pytest.fixture(scope="module")

@@ -48,6 +48,63 @@ def test_a_warm_session_finds_what_a_new_one_does(project: Project) -> None:
     assert new["leads"] == [True, True]
 
 
+# Written by the session, its worker of xdist, and each rank of that, which are all forks here.
+OF_EACH = """
+import json, os, signal, sys
+import __main__
+
+def parent(pid):
+    return int(open(f"/proc/{pid}/stat").read().rpartition(")")[2].split()[1])
+
+spec = getattr(__main__, "__spec__", None)
+signals = [signal.getsignal(number) for number in sorted(signal.valid_signals())]
+worker, rank = (os.environ.get(name) for name in ("PYTEST_XDIST_WORKER", "RANK"))
+with open(f"found-{worker}-{rank}.json", "w") as file:
+    found = {
+        "arguments": sys.argv,
+        "main": [__main__.__name__, spec is None, hasattr(__main__, "__file__")],
+        "path": sys.path,
+        "folder": os.getcwd(),
+        "environ": {name: value for name, value in os.environ.items() if not name.endswith(("UID", "PORT"))},
+        "input": os.readlink("/proc/self/fd/0"),
+        "descriptors": rank and len(os.listdir("/proc/self/fd")),
+        "signals": [str(each).partition(" at ")[0] for each in signals],
+        "blocked": sorted(signal.pthread_sigmask(signal.SIG_BLOCK, [])),
+        "threads": len(os.listdir("/proc/self/task")),
+        "marked": open("/proc/self/environ").read().count(os.environ["LOCKSTEP_TEST_MARK"]),
+        "lockstep": sorted(name for name in sys.modules if name.partition(".")[0] in ("lockstep", "suites")),
+    }
+    pids = {"pid": os.getpid(), "parent": os.getppid(), "above": parent(os.getppid())}
+    json.dump([found, pids], file)
+"""
+
+
+PROCESSES = ("found-None-None", "found-gw0-None", "found-gw0-0", "found-gw0-1")
+
+
+def found_by_each(project: Project, fresh: bool) -> dict[str, dict[str, object]]:
+    project.fresh = fresh
+    output = project.run("-n1", "-pxdist")
+    assert "1 passed" in output
+    each = {path.stem: json.loads(path.read_text()) for path in project.path.glob("found-*")}
+    session, worker, *ranks = (each[name][1] for name in PROCESSES)
+    assert worker["parent"] == session["pid"]
+    assert [rank["above"] for rank in ranks] == [worker["pid"]] * 2  # the server is between them
+    return {name: found for name, (found, _) in each.items()}
+
+
+def test_what_a_warm_session_starts_finds_what_it_does_in_a_new_one(
+    project: Project, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("PYTEST_XDIST_WORKER", raising=False)  # of this test
+    project.write("def test_it(world): pass\n")
+    (project.path / "conftest.py").write_text(OF_EACH)
+    new = found_by_each(project, fresh=True)
+    warm = found_by_each(project, fresh=False)
+    for name in PROCESSES:
+        assert warm[name] == new[name], name
+
+
 def test_a_session_that_dies_has_the_signal_as_its_status(project: Project) -> None:
     (project.path / "conftest.py").write_text("import os, signal; os.kill(os.getpid(), signal.SIGKILL)\n")
     assert run_pytest(project.path).status == -9

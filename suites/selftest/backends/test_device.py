@@ -19,8 +19,8 @@ def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def run_on(path: Path, device: str, **environ: str) -> Run:
-    log = str(path / "log")
-    return run_pytest(path, f"--device={device}", PYTHONPATH=str(path), PRETENDED_LOG=log, **environ)
+    environ |= {"PYTHONPATH": str(path), "PRETENDED_LOG": str(path / "log")}
+    return run_pytest(path, f"--device={device}", fresh=True, **environ)  # `import torch` loads its module
 
 
 @pytest.fixture(scope="module")

@@ -8,6 +8,9 @@ import pytest
 
 from suites.selftest.project import Run, copy_project, run_pytest
 
+FRESH = True
+"""Some of these count what a session imports and starts."""
+
 
 def test_a_run_without_ranks_starts_no_process(pytester: pytest.Pytester) -> None:
     copy_project("census", pytester.path)

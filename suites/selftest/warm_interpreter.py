@@ -1,0 +1,275 @@
+"""The program of an interpreter that has imported torch and pytest, and is forked for sessions under test.
+
+A session finds nothing else imported, but for what `IMPORTED` names; directory, environment, arguments and
+descriptors are as `python -m` has them. The server of its ranks, workers of pytest-xdist and processes that
+it spawns are forks, too: of a fork that was made before the session ran anything, as new interpreters have
+nothing of it either. Standard library only until it is a program.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import ctypes
+import fcntl
+import gc
+import importlib
+import itertools
+import json
+import os
+import runpy
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+import types
+from collections.abc import Callable, Mapping, Sequence
+from multiprocessing import util
+from pathlib import Path
+from typing import Any, NoReturn
+
+READ_AT_START = ("PYTHON", "PYTORCH", "CXX", "LD_", "OMP_", "MKL_", "OPENBLAS_", "TORCH", "CUDA_")
+"""What names of variables begin with that matter when an interpreter starts, or imports torch or inductor."""
+PATH = "PYTHONPATH"
+"""Of these the one that is made up for in a fork."""
+FOR_A_SERVER = {"OPENBLAS_NUM_THREADS": "1"}
+"""What the harness adds to the environment of a server, which must have one thread to be forked from."""
+IMPORTED = "LOCKSTEP_TEST_IMPORTED"
+"""The variable that names more modules, which are then imported once for all sessions of a test file."""
+MARK = "LOCKSTEP_TEST_MARK"
+"""The variable by which tests find the processes of a session, in the environment they were started with."""
+NO_MARK = "0" * 32
+LARGEST_REQUEST = 2**20
+PR_SET_CHILD_SUBREAPER, PR_GET_CHILD_SUBREAPER = 36, 37  # <linux/prctl.h>
+PROGRAMS = (
+    "from multiprocessing.forkserver import main; ",
+    "from multiprocessing.spawn import spawn_main; ",
+    "import sys;exec(eval(sys.stdin.readline()))",
+)
+"""How the programs begin that `multiprocessing` and pytest-xdist start, and that are forks here."""
+HIGH = 500
+"""The least number of a received descriptor, until it gets the one that it had in the session."""
+
+
+def at_start(environ: Mapping[str, str]) -> dict[str, str]:
+    """Return the variables that matter when an interpreter starts, and cannot be made up for later."""
+    matter = {name: value for name, value in environ.items() if name.startswith(READ_AT_START) and value}
+    matter.pop(PATH, None)
+    return matter
+
+
+def _import(names: Sequence[str]) -> None:
+    for name in names:
+        importlib.import_module(name)
+    gc.freeze()
+
+
+def _serve(requests: socket.socket) -> None:
+    """Fork for each request, of a session or of an interpreter with more imports, until the last."""
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # forks are not waited for
+    while True:
+        message, descriptors, *_ = socket.recv_fds(requests, LARGEST_REQUEST, 3)
+        if not message:
+            return
+        if os.fork() == 0:
+            requests.close()
+            request = json.loads(message)
+            if "imported" in request:
+                _import(request["imported"])
+                _serve(socket.socket(fileno=descriptors[0]))
+            else:
+                signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+                _watch(request, *descriptors)
+            return
+        for descriptor in descriptors:
+            os.close(descriptor)
+
+
+def _watch(request: dict[str, Any], answers: int, output: int, errors: int) -> None:
+    """Run a session in one more fork, and answer with its process id and its exit status."""
+    pid = os.fork()
+    if pid == 0:
+        os.close(answers)
+        _become_session(output, errors, **request)
+        return
+    for descriptor in (output, errors):
+        os.close(descriptor)
+    os.write(answers, f"{pid}\n".encode())
+    status = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+    os.write(answers, f"{status}\n".encode())
+    os._exit(0)
+
+
+def _become_session(
+    output: int, errors: int, module: str, arguments: list[str], cwd: str, environ: dict[str, str]
+) -> None:
+    """Be what `python -m MODULE ARGUMENTS` is, to its end."""
+    os.setsid()
+    for descriptor, number in ((output, 1), (errors, 2)):
+        os.dup2(descriptor, number)
+        os.close(descriptor)
+    os.chdir(cwd)
+    sys.path[: 1 + len(_python_path(os.environ))] = [cwd, *_python_path(environ)]
+    sys.path[1:] = dict.fromkeys(sys.path[1:])
+    os.environ.clear()
+    os.environ.update(environ)
+    tempfile.tempdir = None
+    sys.argv = ["-m", *arguments]
+    _write_mark(environ.get(MARK, NO_MARK))
+    as_now = {**at_start(environ), **FOR_A_SERVER}
+    _offer_interpreters(lambda: {**at_start(os.environ), **FOR_A_SERVER} == as_now)
+    # What `python -m` calls.
+    runpy._run_module_as_main(module)  # type: ignore[attr-defined]
+
+
+def _python_path(environ: Mapping[str, str]) -> list[str]:
+    """Return what an interpreter finds behind the first place of its path."""
+    return [os.path.abspath(path) for path in environ[PATH].split(os.pathsep)] if environ.get(PATH) else []
+
+
+def _write_mark(mark: str) -> None:
+    """Write a mark into the environment that this process was started with, as the kernel shows it."""
+    begin, end = map(int, Path("/proc/self/stat").read_text().rpartition(")")[2].split()[47:49])
+    offset = ctypes.string_at(begin, end - begin).index(f"{MARK}={NO_MARK}".encode())
+    ctypes.memmove(begin + offset, f"{MARK}={mark}".encode(), len(MARK) + 1 + len(NO_MARK))
+
+
+def _offer_interpreters(is_as_here: Callable[[], bool]) -> None:
+    """Give this process forks of what it is now where it would start new interpreters for `PROGRAMS`.
+
+    Args:
+        is_as_here: whether a new interpreter would still start as this one did.
+    """
+    orders, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    if os.fork() == 0:
+        orders.close()
+        _serve_session(theirs)
+    theirs.close()
+    of_multiprocessing: Any = util
+    of_subprocess: Any = subprocess.Popen
+    spawn, execute = of_multiprocessing.spawnv_passfds, of_subprocess._execute_child
+
+    def start(
+        arguments: Sequence[Any], environ: Mapping[str, str], descriptors: Mapping[int, int]
+    ) -> int | None:
+        """Return the pid of a fork, with descriptors under given numbers; None where there is to be none."""
+        words = [os.fsdecode(word) for word in arguments]
+        if "-c" not in words or not words[words.index("-c") + 1].startswith(PROGRAMS) or not is_as_here():
+            return None
+        order = {
+            "words": words[words.index("-c") + 1 :],
+            "numbers": [*descriptors],
+            "cwd": os.getcwd(),
+            "environ": dict(environ),
+            "blocked": list(signal.pthread_sigmask(signal.SIG_BLOCK, [])),
+            "parent": os.getpid(),
+        }
+        adopts = _adopt_orphans(True)
+        socket.send_fds(orders, [json.dumps(order).encode()], [*descriptors.values()])
+        pid = int(orders.recv(20))
+        _adopt_orphans(adopts)
+        return pid
+
+    def spawnv_passfds(path: Any, arguments: Sequence[Any], passed: Sequence[int]) -> int:
+        pid = start(arguments, _environ(), {each: each for each in (0, 1, 2, *passed)})
+        return pid or spawn(path, arguments, passed)
+
+    def execute_child(self: Any, arguments: Any, *others: Any) -> None:
+        environ, pipes = others[5], (others[9], others[12], others[14])
+        streams = {number: number if given == -1 else given for number, given in enumerate(pipes)}
+        if isinstance(arguments, list) and (pid := start(arguments, environ or _environ(), streams)):
+            self.pid, self._child_created = pid, True
+            for given in {*pipes} - {-1}:
+                os.close(given)
+        else:
+            execute(self, arguments, *others)
+
+    of_multiprocessing.spawnv_passfds = spawnv_passfds
+    of_subprocess._execute_child = execute_child
+
+
+def _environ() -> dict[str, str]:
+    """Return the environment that a new program gets: that of `os.environ`, and what readline adds."""
+    pointer: Any = ctypes.POINTER(ctypes.c_char_p).in_dll(ctypes.CDLL(None), "environ")
+    lines = map(os.fsdecode, itertools.takewhile(bool, pointer))
+    return {name: value for name, _, value in (line.partition("=") for line in lines)}
+
+
+def _adopt_orphans(adopts: bool) -> bool:
+    """Say whether this process is to be the parent of what its children leave; return whether it was."""
+    libc, before = ctypes.CDLL(None), ctypes.c_int()
+    libc.prctl(PR_GET_CHILD_SUBREAPER, ctypes.byref(before), 0, 0, 0)
+    libc.prctl(PR_SET_CHILD_SUBREAPER, int(adopts), 0, 0, 0)
+    return bool(before.value)
+
+
+def _serve_session(orders: socket.socket) -> NoReturn:
+    """Fork as the session orders, until it has ended. Its children are orphans, which the session adopts."""
+    while True:
+        message, received, *_ = socket.recv_fds(orders, LARGEST_REQUEST, 16)
+        if not message:
+            os._exit(0)
+        reader, writer = os.pipe()
+        if (pid := os.fork()) == 0:
+            between = os.getpid()
+            if (pid := os.fork()) == 0:
+                for each in (orders.detach(), reader, writer):
+                    os.close(each)
+                _become_program(received, between=between, **json.loads(message))
+            os.write(writer, str(pid).encode())
+            os._exit(0)
+        os.waitpid(pid, 0)
+        orders.send(os.read(reader, 20))
+        for each in (reader, writer, *received):
+            os.close(each)
+
+
+def _become_program(
+    received: list[int],
+    words: list[str],
+    numbers: list[int],
+    cwd: str,
+    environ: dict[str, str],
+    blocked: list[int],
+    parent: int,
+    between: int,
+) -> NoReturn:
+    """Be what `python -c WORDS` is, to its end, with each received descriptor under its number."""
+    while os.getppid() == between:  # until it has ended, and the session has adopted this process
+        time.sleep(0.0005)
+    if os.getppid() != parent:
+        os._exit(1)
+    signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
+    high = [fcntl.fcntl(each, fcntl.F_DUPFD_CLOEXEC, HIGH) for each in received]
+    for each in received:
+        os.close(each)
+    for each, number in zip(high, numbers, strict=True):
+        os.dup2(each, number)
+        os.close(each)
+    os.chdir(cwd)
+    os.environ.clear()
+    os.environ.update(environ)
+    sys.argv = ["-c", *words[1:]]
+    main = sys.modules["__main__"] = types.ModuleType("__main__")
+    status = 0
+    try:
+        exec(words[0], vars(main))
+    except SystemExit as error:
+        status = error.code if isinstance(error.code, int) else int(error.code is not None)
+    except BaseException:
+        sys.excepthook(*sys.exc_info())
+        status = 1
+    threading._shutdown()  # type: ignore[attr-defined]
+    atexit._run_exitfuncs()
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(Exception):
+            stream.flush()
+    os._exit(status)
+
+
+if __name__ == "__main__":
+    _import(["pytest", "torch"])
+    _serve(socket.socket(fileno=int(sys.argv[1])))
