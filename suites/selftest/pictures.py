@@ -104,9 +104,7 @@ def terminal(folder: Path, browser: Browser, test: str, page: str, columns: int)
     pattern = rf'^```python title="{re.escape(test)}"\n(.*?)^```'
     (text,) = re.findall(pattern, (CHECKOUT / page).read_text(), re.MULTILINE | re.DOTALL)
     (folder / test).write_text(text)
-    output = LEFT_OUT.sub(
-        "...\n", printed_by(folder, "-m", "pytest", "-q", "--color=yes", test, columns=columns)
-    )
+    output = LEFT_OUT.sub("...\n", printed_by(folder, "pytest", "-q", "--color=yes", test, columns=columns))
     path = folder / "terminal.html"
     path.write_text(f"{TERMINAL}<b>$ pytest -q {test}</b>\n{coloured(output.rstrip())}</pre>")
     browser.open(path)
@@ -167,7 +165,7 @@ def timeline(folder: Path, browser: Browser) -> Pictures:
     """Return the page of a step in which rank 1 calls two groups in another order, down to its details."""
     shutil.copy(PROJECTS / "timeline" / "engine.py", folder)
     (folder / "test_step.py").write_text(STEP)
-    printed_by(folder, "-m", "pytest", "--timeline=timelines", "test_step.py")
+    printed_by(folder, "pytest", "--timeline=timelines", "test_step.py")
     browser.resize(900, 700, SCALE)
     (page,) = folder.glob("timelines/*/*/timeline.html")
     browser.open(page)
@@ -184,7 +182,7 @@ def conformance(folder: Path, browser: Browser) -> Pictures:
     shutil.copy(CHECKOUT / "suites" / "selftest" / "conformance" / "sample_engine.py", folder)
     engines = [f"--engine={name}" for name in ("lockstep", "torch-fsdp2", "sample_engine:HandDDP")]
     claims = ("suites/core/test_reduction.py", "-k", "sparse or hook or withhold or frozen or fp64")
-    printed_by(folder, "-m", "lockstep", "conformance", *engines, *claims)
+    printed_by(folder, "lockstep", "conformance", *engines, *claims)
     browser.resize(1010, 1000, SCALE)
     browser.open(folder / "conformance-report" / "conformance.html")
     middle = browser.boxes("#claims")[0].top - MARGIN

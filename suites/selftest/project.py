@@ -94,19 +94,10 @@ def run_pytest(path: Path, *args: str, cwd: str = ".", fresh: bool = False, **en
     return Run(path, *run_to_end(arguments, path / cwd, os.environ | environ, timeout=300, fresh=fresh))
 
 
-def printed_by(path: Path, *arguments: str, columns: int = 80) -> str:
-    """Run Python in a directory, without installed plugins; return what it printed for so many columns."""
-    done = subprocess.run(
-        [sys.executable, *arguments],
-        cwd=path,
-        env=os.environ | WITHOUT_PLUGINS | {"COLUMNS": str(columns)},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        timeout=300,
-        check=False,
-    )
-    return done.stdout
+def printed_by(path: Path, module: str, *arguments: str, columns: int = 80) -> str:
+    """Run a module in a directory, without installed plugins; return what it printed for so many columns."""
+    environ = os.environ | WITHOUT_PLUGINS | {"COLUMNS": str(columns)}
+    return run_to_end(arguments, path, environ, timeout=300, module=module)[1]
 
 
 @dataclass

@@ -66,9 +66,9 @@ def assert_shows(output: str, shown: str) -> None:
 
 def run(path: Path, command: str) -> str:
     """Run a command of a page in a directory; return what it printed."""
-    program, *args = shlex.split(command)
-    assert program in ("pytest", "python")
-    return printed_by(path, *(["-m", "pytest"] if program == "pytest" else []), *args)
+    program = shlex.split(command.removeprefix("python -m "))
+    assert program[0] in ("pytest", "lockstep")
+    return printed_by(path, *program)
 
 
 @pytest.mark.parametrize("page", WITH_SESSIONS, ids=lambda page: page.stem)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import subprocess
-import sys
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,6 +10,7 @@ import pytest
 
 from lockstep.marker import MarkError, RanksMark, read_mark
 from suites.selftest.project import copy_project
+from suites.selftest.warm_pytest import run_module
 
 
 def mark_of(config: pytest.Config, *args: Any, **kwargs: Any) -> RanksMark | None:
@@ -150,8 +150,7 @@ def test_an_int_without_digits_is_refused_by_its_kind(pytestconfig: pytest.Confi
 @pytest.fixture(scope="module")
 def collected(tmp_path_factory: pytest.TempPathFactory) -> subprocess.CompletedProcess[str]:
     path = copy_project("marks", tmp_path_factory.mktemp("collected"))
-    command = [sys.executable, "-m", "pytest", "--collect-only", "-q"]
-    return subprocess.run(command, cwd=path, capture_output=True, text=True, timeout=180, check=False)
+    return run_module("pytest", "--collect-only", "-q", cwd=path)
 
 
 def node_ids(collected: subprocess.CompletedProcess[str], file: str) -> list[str]:

@@ -5,8 +5,6 @@ from __future__ import annotations
 import json
 import os
 import re
-import subprocess
-import sys
 from dataclasses import dataclass
 from html.parser import HTMLParser
 from pathlib import Path
@@ -16,23 +14,23 @@ import pytest
 from lockstep.conformance.stored import dump, load
 from lockstep.conformance.table import Case, Claim, Outcome, Share, Table
 from suites.selftest.project import copy_project
+from suites.selftest.warm_pytest import run_to_end
 
 PROJECT = Path(__file__).parents[3]
 
 
-def conformance(directory: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "lockstep", "conformance", *arguments]
-    path = os.pathsep.join(map(str, (PROJECT, directory)))
-    return subprocess.run(
-        command, cwd=directory, env=os.environ | {"PYTHONPATH": path}, capture_output=True, text=True
-    )
+def conformance(directory: Path, *arguments: str) -> tuple[int, str]:
+    """Run the command; return its exit status, and what it printed."""
+    environ = os.environ | {"PYTHONPATH": os.pathsep.join(map(str, (PROJECT, directory)))}
+    return run_to_end(("conformance", *arguments), directory, environ, timeout=300, module="lockstep")
 
 
 @dataclass
 class Written:
-    """The files that a run of the command wrote."""
+    """The exit status and the output of a run of the command, and the files that it wrote."""
 
-    process: subprocess.CompletedProcess[str]
+    status: int
+    output: str
     directory: Path
 
     @property
@@ -48,7 +46,7 @@ def written(tmp_path_factory: pytest.TempPathFactory) -> Written:
     directory = tmp_path_factory.mktemp("sample")
     copy_project("conformance", directory)
     engines = ("--engine", "lockstep", "--engine", "other:Other")
-    return Written(conformance(directory, *engines, "--output", "out", "claims"), directory / "out")
+    return Written(*conformance(directory, *engines, "--output", "out", "claims"), directory / "out")
 
 
 STEP = "claims/test_step.py"
@@ -72,7 +70,7 @@ def test_the_table_has_each_claim_with_each_engines_outcome(written: Written) ->
         for claim in table.claims.values()
     }
     assert found == OUTCOMES
-    assert written.process.returncode == pytest.ExitCode.TESTS_FAILED
+    assert written.status == pytest.ExitCode.TESTS_FAILED
 
 
 def outcome(table: Table, claim: Claim, engine: str) -> str:
@@ -107,7 +105,7 @@ def test_shares_count_cases_and_claims_of_all_and_of_offered(written: Written) -
     only = [claim.name for claim in table.only("lockstep")]
     assert only == ["moves all weights", "shards", "rounding", "tear down"]
     assert table.only("other:Other") == []
-    lines = written.process.stdout.splitlines()
+    lines = written.output.splitlines()
     assert "lockstep     9 of 11 (81 %) cases held, 5 of 7 (71 %) claims, 1 broken, 1 skipped" in lines
     assert (
         "other:Other  3 of 11 (27 %) cases held, 1 of 7 (14 %) claims, 3 broken, 1 known deviation, "
@@ -262,15 +260,15 @@ def test_a_table_is_the_same_when_it_has_been_written_and_read(written: Written,
 def test_the_command_itself_warns_of_nothing(tmp_path: Path) -> None:
     """pytest warns of a plugin whose asserts it comes too late to rewrite."""
     copy_project("conformance", tmp_path)
-    done = conformance(tmp_path, "--engine", "lockstep", "--collect-only", "-W", "error", "claims")
-    assert done.returncode == 0, done.stdout + done.stderr
+    status, output = conformance(tmp_path, "--engine", "lockstep", "--collect-only", "-W", "error", "claims")
+    assert status == 0, output
 
 
 def test_cells_are_the_same_under_xdist(written: Written, tmp_path: Path) -> None:
     copy_project("conformance", tmp_path)
-    done = conformance(tmp_path, "--engine", "lockstep", "--engine", "other:Other", "claims", "-n2")
+    _, output = conformance(tmp_path, "--engine", "lockstep", "--engine", "other:Other", "claims", "-n2")
     table = load(tmp_path / "conformance-report" / "conformance.json")
-    assert table.claims.keys() == written.table.claims.keys(), done.stdout
+    assert table.claims.keys() == written.table.claims.keys(), output
     for claim in table.claims.values():
         for engine in ("lockstep", "other:Other"):
             cell, alone = table.cell(claim, engine), written.table.cell(claim, engine)
@@ -285,9 +283,9 @@ def test_cells_are_the_same_under_xdist(written: Written, tmp_path: Path) -> Non
 
 def test_with_n_x_and_k_the_table_says_what_was_not_run(tmp_path: Path) -> None:
     copy_project("left_out", tmp_path)
-    done = conformance(tmp_path, *("--engine", "lockstep", "claims", "-n2", "-x", "-k", "test_it"))
+    _, output = conformance(tmp_path, *("--engine", "lockstep", "claims", "-n2", "-x", "-k", "test_it"))
     table = load(tmp_path / "conformance-report" / "conformance.json")
-    assert len(table.claims) == 20, done.stdout
+    assert len(table.claims) == 20, output
     outcomes = [table.cell(claim, "lockstep").outcome for claim in table.claims.values()]
     assert set(outcomes) == {Outcome.BROKEN, Outcome.NOT_RUN}
     (run,) = table.runs

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -12,6 +10,7 @@ import pytest
 from lockstep.conformance import deviations
 from lockstep.conformance.deviations import Deviation, expand
 from lockstep.conformance.registry import built_in_names
+from suites.selftest.warm_pytest import run_module
 
 SUITES = Path(__file__).parents[2]
 ENTRIES = [(engine, entry) for engine, table in deviations._TABLES.items() for entry in table]
@@ -29,8 +28,7 @@ def claims() -> list[str]:
         f"--ignore={SUITES / 'selftest'}",
         f"--ignore={SUITES / 'engine'}",
     ]
-    command = [sys.executable, "-m", "pytest", str(SUITES), *own]
-    done = subprocess.run(command, cwd=SUITES.parent, capture_output=True, text=True, check=True)
+    done = run_module("pytest", str(SUITES), *own, cwd=SUITES.parent)
     return [line for line in done.stdout.splitlines() if "::" in line]
 
 

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
 from pathlib import Path
 
 from lockstep.conformance.stored import load
 from lockstep.conformance.table import Outcome, Table
+from suites.selftest.warm_pytest import run_to_end
 
 PROJECT = Path(__file__).parents[3]
 
@@ -17,11 +16,11 @@ def run(directory: Path, engines: list[str], *claims: str) -> Table:
     """Hold engines of `plain_engine.py` to claims of the suites."""
     arguments = [f"--engine=plain_engine:{name}" for name in engines]
     arguments += [str(PROJECT / "suites" / claim) for claim in claims]
-    command = [sys.executable, "-m", "lockstep", "conformance", *arguments, "--assert=plain"]
+    command = ("conformance", *arguments, "--assert=plain")
     path = os.pathsep.join(map(str, (PROJECT, Path(__file__).parent)))
     environ = os.environ | {"PYTHONPATH": path}
-    done = subprocess.run(command, cwd=directory, env=environ, capture_output=True, text=True)
-    assert "cases held" in done.stdout, done.stdout + done.stderr
+    _, output = run_to_end(command, directory, environ, timeout=300, module="lockstep")
+    assert "cases held" in output, output
     return load(directory / "conformance-report" / "conformance.json")
 
 

@@ -7,8 +7,6 @@ import json
 import os
 import re
 import signal
-import subprocess
-import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -18,6 +16,7 @@ import pytest
 from lockstep.features.leaks import guard as leaks
 from lockstep.features.leaks.guard import LeakGuard, OpenResources
 from suites.selftest.project import PROJECTS, WITHOUT_PLUGINS, copy_project, line_of, wait_for
+from suites.selftest.warm_pytest import run_module
 
 SAMPLES = PROJECTS / "leaking"
 PASSED = {"setup": "passed", "call": "passed", "teardown": "passed"}
@@ -33,11 +32,7 @@ class Session:
         (path / "pytest.ini").write_text(f"[pytest]\nranks_leaks = {policy}\n{ignored}\n")
         files = [f"test_{name}.py" for name in samples]
         options = ("-p", "no:cacheprovider", "--world-timeout=20", f"--backend={backend}")
-        command = [sys.executable, "-m", "pytest", *options, *files]
-        # Files, not pipes: those would be waited for as long as a process that is left holds them.
-        with (path / "output.txt").open("w") as output:
-            environ = os.environ | WITHOUT_PLUGINS
-            subprocess.run(command, cwd=path, env=environ, stdout=output, stderr=output, timeout=120)
+        run_module("pytest", *options, *files, cwd=path, environ=os.environ | WITHOUT_PLUGINS, timeout=120)
         self.reports: dict[str, Any] = json.loads((path / "reports.json").read_text())
 
     def left(self, name: str, category: str = "RankLeakWarning") -> str:

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import re
 import shlex
-import subprocess
-import sys
 from typing import TYPE_CHECKING
 
 import pytest
 
 import lockstep
 from suites.selftest.project import Run, run_pytest
+from suites.selftest.warm_pytest import run_module
 
 if TYPE_CHECKING:
     from suites.selftest.project import Project
@@ -95,9 +94,7 @@ def test_a_stage_requested_by_name_is_refused(run: Run) -> None:
 
 def test_the_line_that_runs_again_runs_the_stage(run: Run) -> None:
     line = next(line for line in text_of(run, "test_failing_stage").splitlines() if "pytest test_" in line)
-    done = subprocess.run(
-        [sys.executable, "-m", *shlex.split(line)], cwd=run.path, capture_output=True, text=True, check=False
-    )
+    done = run_module(*shlex.split(line), cwd=run.path)
     assert "in the stage `fails`, on 4 ranks before the test:\nrank 3 of 4 failed" in done.stdout
     assert "1 error in" in done.stdout
 

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
+
+from suites.selftest.warm_pytest import run_module
 
 if TYPE_CHECKING:
     from suites.selftest.fault_session import FaultSession
@@ -89,8 +89,7 @@ def test_a_conftest_that_exits_on_one_rank_is_named(tmp_path: Path) -> None:
         'import os, sys\nif os.environ.get("RANK") == "1":\n    sys.exit(5)\n'
     )
     (tmp_path / "test_it.py").write_text("import pytest\n\n@pytest.mark.ranks(2)\ndef test_it(world): pass\n")
-    command = [sys.executable, "-m", "pytest"]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=180, check=False)
+    done = run_module("pytest", cwd=tmp_path)
     assert done.returncode == pytest.ExitCode.TESTS_FAILED
     assert (
         "no world of 2 ranks (gloo, cpu): rank 1 did not start: it raised before it ran a test" in done.stdout
