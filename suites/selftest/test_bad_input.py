@@ -14,7 +14,7 @@ from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
 from suites.selftest.bad_input import met, sessions, stored
-from suites.selftest.bad_input.attempt import Attempt, Ended, Supervisor
+from suites.selftest.bad_input.attempt import RANKS, Attempt, Ended, Supervisor
 
 IS_LONG = settings.get_current_profile_name() == "long"
 
@@ -103,6 +103,11 @@ def planted(body: str, conftest: str = "", seconds: float = 60.0) -> Attempt:
 
 def test_a_sentence_is_no_problem(supervisor: Supervisor) -> None:
     assert supervisor.run(planted("assert 1 == 2, 'no'")).problems() == []
+
+
+def test_ranks_start(supervisor: Supervisor) -> None:
+    ended = supervisor.run(Attempt(sessions.PYTEST, {"test_sample.py": sessions.ON_RANKS}, seconds=RANKS))
+    assert (ended.problems(), ended.status) == ([], 0), ended.output
 
 
 def test_an_internal_error_is_found(supervisor: Supervisor) -> None:

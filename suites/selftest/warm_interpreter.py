@@ -26,7 +26,7 @@ import tempfile
 import threading
 import time
 import types
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from multiprocessing import util
 from pathlib import Path
 from typing import Any, NoReturn
@@ -119,8 +119,7 @@ def _become_session(
     tempfile.tempdir = None
     sys.argv = ["-m", *arguments]
     _write_mark(environ.get(MARK, NO_MARK))
-    as_now = {**at_start(environ), **FOR_A_SERVER}
-    _offer_interpreters(lambda: {**at_start(os.environ), **FOR_A_SERVER} == as_now)
+    offer_interpreters()
     # What `python -m` calls.
     runpy._run_module_as_main(module)  # type: ignore[attr-defined]
 
@@ -137,12 +136,12 @@ def _write_mark(mark: str) -> None:
     ctypes.memmove(begin + offset, f"{MARK}={mark}".encode(), len(MARK) + 1 + len(NO_MARK))
 
 
-def _offer_interpreters(is_as_here: Callable[[], bool]) -> None:
+def offer_interpreters() -> None:
     """Give this process forks of what it is now where it would start new interpreters for `PROGRAMS`.
 
-    Args:
-        is_as_here: whether a new interpreter would still start as this one did.
+    Where these would not start as one would now, as variables have changed, they remain new interpreters.
     """
+    as_now = {**at_start(os.environ), **FOR_A_SERVER}
     orders, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     if os.fork() == 0:
         orders.close()
@@ -157,7 +156,8 @@ def _offer_interpreters(is_as_here: Callable[[], bool]) -> None:
     ) -> int | None:
         """Return the pid of a fork, with descriptors under given numbers; None where there is to be none."""
         words = [os.fsdecode(word) for word in arguments]
-        if "-c" not in words or not words[words.index("-c") + 1].startswith(PROGRAMS) or not is_as_here():
+        differs = {**at_start(environ), **FOR_A_SERVER} != as_now
+        if "-c" not in words or not words[words.index("-c") + 1].startswith(PROGRAMS) or differs:
             return None
         order = {
             "words": words[words.index("-c") + 1 :],

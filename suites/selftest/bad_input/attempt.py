@@ -18,6 +18,8 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
+from suites.selftest.warm_interpreter import FOR_A_SERVER
+
 PROJECT = Path(__file__).parents[3]
 SECONDS, RANKS = 60.0, 120.0
 """The time that an attempt may take, and one that starts ranks: a quiet machine needs 0.1 s, and 3 s."""
@@ -121,20 +123,24 @@ def tracebacks(output: str) -> list[str]:
 
 
 class Supervisor:
-    """The process that runs attempts, and their directories."""
+    """The processes that run attempts, one with torch for those that start ranks, and their directories."""
 
     def __init__(self) -> None:
-        self._process = subprocess.Popen(
-            [sys.executable, "-m", "suites.selftest.bad_input.supervisor"],
-            cwd=PROJECT,
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-            env={**os.environ, "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"},
+        self._process, self._with_torch = (
+            subprocess.Popen(
+                [sys.executable, "-m", "suites.selftest.bad_input.supervisor", *imported],
+                cwd=PROJECT,
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                text=True,
+                env={**os.environ, **FOR_A_SERVER, "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"},
+            )
+            for imported in ((), ("pytest", "torch", "torch._dynamo"))
         )
 
     def close(self) -> None:
-        self._process.communicate(timeout=SECONDS)
+        for process in (self._process, self._with_torch):
+            process.communicate(timeout=SECONDS)
 
     def run(self, attempt: Attempt) -> Ended:
         """Make an attempt in a directory of its own."""
@@ -152,18 +158,19 @@ class Supervisor:
                     "output": str(Path(name, "output")),
                     "seconds": attempt.seconds,
                 }
-                answer = self._ask(order)
+                answer = _ask(self._with_torch if attempt.seconds == RANKS else self._process, order)
             left = [*answer.pop("left"), *_left_in(temporary), *_left_in_shared_memory(shared)]
             output = Path(name, "output").read_text(errors="replace").replace(name, "DIRECTORY")
         return Ended(output=output, left=tuple(left), **answer)
 
-    def _ask(self, order: Mapping[str, Any]) -> dict[str, Any]:
-        assert self._process.stdin is not None
-        assert self._process.stdout is not None
-        self._process.stdin.write(json.dumps(order) + "\n")
-        self._process.stdin.flush()
-        answer: dict[str, Any] = json.loads(self._process.stdout.readline())
-        return answer
+
+def _ask(process: subprocess.Popen[str], order: Mapping[str, Any]) -> dict[str, Any]:
+    assert process.stdin is not None
+    assert process.stdout is not None
+    process.stdin.write(json.dumps(order) + "\n")
+    process.stdin.flush()
+    answer: dict[str, Any] = json.loads(process.stdout.readline())
+    return answer
 
 
 def _write(files: Mapping[str, str | bytes | None], place: Path) -> None:

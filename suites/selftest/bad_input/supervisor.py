@@ -1,7 +1,8 @@
 """A warm process that becomes `python -m MODULE ARGUMENTS` again and again, each time in a forked child.
 
 It has imported pytest and the controller's side of the harness, so that a run costs a tenth of a second. An
-order is a line of JSON on standard input, its result one on standard output. Without torch.
+order is a line of JSON on standard input, its result one on standard output. Without torch, unless it is one
+of the modules given as arguments: it imports these alone then, and the server of ranks is a fork, too.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from contextlib import suppress
 from typing import Any
 
 from lockstep import process_tree
+from suites.selftest.warm_interpreter import offer_interpreters
 
 WARM = (
     "pytest",
@@ -41,7 +43,7 @@ END_WITHIN = 5.0
 def main() -> dict[str, Any] | None:
     """Serve orders until there are no more; in a child return the order that it is to carry out."""
     process_tree.adopt_orphans()
-    for module in WARM:
+    for module in sys.argv[1:] or WARM:
         importlib.import_module(module)
     gc.freeze()  # no child goes through what it has inherited
     while line := sys.stdin.readline():
@@ -70,6 +72,8 @@ def become(order: dict[str, Any]) -> None:
     os.environ.update(order["environ"])
     tempfile.tempdir = None  # found again, by the new environment
     sys.path[0] = order["cwd"]
+    if "torch" in sys.modules:
+        offer_interpreters()
     module, *sys.argv[1:] = order["command"]
     runpy.run_module(module, run_name="__main__", alter_sys=True)
 
