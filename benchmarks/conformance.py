@@ -1,4 +1,4 @@
-"""How many cases of all suites each engine holds, with one version of torch or several.
+"""Cases of all suites that each engine holds, with one version of torch or several.
 
     python benchmarks/conformance.py                         # with the torch of this interpreter
     python benchmarks/conformance.py --python .tox/torch2.15/bin/python   # and with that of another one

@@ -136,13 +136,14 @@ def session(
 ) -> Iterator[FaultSession]:
     """One session over the project FAULTS of the requesting module, with the plugins of its PLUGINS.
 
-    A module with BACKENDS has one session for each. At the end, the test that came after each fault must have
-    passed on the same ranks.
+    A module with BACKENDS has one session for each, in a new interpreter if it is FRESH. At the end, the test
+    that came after each fault must have passed on the same ranks.
     """
     plugins = getattr(request.module, "PLUGINS", ())
     path = tmp_path_factory.mktemp("faults")
     backend = getattr(request, "param", "gloo")
-    session = run_faults(request.module.FAULTS, path, *plugins, backend=backend)
+    fresh = hasattr(request.module, "FRESH")
+    session = run_faults(request.module.FAULTS, path, *plugins, backend=backend, fresh=fresh)
     yield session
     session.assert_healthy()
 

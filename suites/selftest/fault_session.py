@@ -66,18 +66,21 @@ def copy_faults(name: str, path: Path) -> None:
         shutil.copy(module, path)
 
 
-def run_faults(name: str, path: Path, *plugins: str, backend: str = "gloo") -> FaultSession:
+def run_faults(
+    name: str, path: Path, *plugins: str, backend: str = "gloo", fresh: bool = False
+) -> FaultSession:
     """Run `projects/faults/<name>` in the directory `path`.
 
     Args:
         plugins: installed ones to load. Each of many fresh ranks would import all of them.
         backend: of tests whose mark names none.
+        fresh: run a new interpreter.
     """
     copy_faults(name, path)
     loaded = [f"-p{plugin}" for plugin in ("lockstep.plugin", *plugins, "healthy", "stopwatch")]
     options = ("--junitxml=report.xml", "-ra", "--world-timeout=30", f"--backend={backend}")
     environ = os.environ | {"PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
-    status, output = run_to_end((*loaded, *options), path, environ, timeout=300)
+    status, output = run_to_end((*loaded, *options), path, environ, timeout=300, fresh=fresh)
     return FaultSession(path, read_verdicts(path), output, status, backend)
 
 

@@ -12,6 +12,7 @@ if TYPE_CHECKING:
 
 FAULTS = "deaths"
 BACKENDS = ("gloo", "shm")
+FRESH = True  # what the program of a warm interpreter has on the stack, a crash would show
 
 
 @pytest.mark.parametrize(
