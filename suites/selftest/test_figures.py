@@ -18,7 +18,6 @@ NOT_AGAIN_YET = "takes minutes to half an hour, not run again yet"
 NOT_AGAIN = "of runs on earlier engines, each of half an hour"
 # Tables and sentences with figures by hand, by page and first words: none is added, what is published goes.
 BY_HAND = {
-    ("how_to/porting.md", "| launcher | the file, s:"): NOT_AGAIN_YET,
     (
         "reference/adopt_others.md",
         "| tests | adopted |",
@@ -31,7 +30,6 @@ BY_HAND = {
     ("reference/layouts.md", "| plan | backend |"): NOT_AGAIN_YET,
     ("reference/layouts.md", "| | all | of those 20 |"): NOT_AGAIN_YET,
     ("reference/schedules.md", "| race | plain runs that fail"): NOT_AGAIN_YET,
-    ("reference/shm.md", "| | 2 ranks, wrapper |"): NOT_AGAIN_YET,
 }
 
 CODE = re.compile(r"^(```|~~~).*?^\1$", re.MULTILINE | re.DOTALL)
