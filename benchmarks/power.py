@@ -413,6 +413,8 @@ def main() -> None:
         parser.error("--corpus: its bugs are those of engines")
     if (arguments.near or arguments.guess) and arguments.of != "core":
         parser.error("--near and --guess: the claims of an engine are of no room")
+    if ROOT.is_relative_to("/tmp"):
+        parser.error(f"each mutant has a /tmp of its own, and would not see {ROOT}: move the checkout")
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # so that folders are removed
     with tempfile.TemporaryDirectory(prefix="power-") as folder:
         base = Base(Path(folder), SUBJECTS[arguments.of])
