@@ -265,7 +265,7 @@ def _become_program(
     threading._shutdown()  # type: ignore[attr-defined]
     atexit._run_exitfuncs()
     for stream in (sys.stdout, sys.stderr):
-        with contextlib.suppress(Exception):
+        with contextlib.suppress(Exception):  # closed, or of a pipe without a reader: it ends anyway
             stream.flush()
     os._exit(status)
 

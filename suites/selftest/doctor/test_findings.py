@@ -138,10 +138,14 @@ def test_threads_of_a_user_are_counted(monkeypatch: Patch) -> None:
     monkeypatch.setattr(os, "geteuid", lambda: 1000)
     monkeypatch.setattr(machine, "_number", lambda _: None)
     monkeypatch.setattr(resource, "getrlimit", lambda _: (1 << 20, 1 << 20))
+    ended = threading.Event()
     with ThreadPoolExecutor(3) as pool:
-        futures = [pool.submit(threading.Event().wait, 1.0) for _ in range(3)]
-        left, _, _ = the(machine.processes(), "processes", "ok").what.partition(" ")
-        assert not any(future.done() for future in futures)
+        for _ in range(3):
+            pool.submit(ended.wait)
+        try:
+            left, _, _ = the(machine.processes(), "processes", "ok").what.partition(" ")
+        finally:
+            ended.set()
     assert int(left) <= (1 << 20) - 4
 
 
