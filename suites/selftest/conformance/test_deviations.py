@@ -29,6 +29,7 @@ def claims() -> list[str]:
         f"--ignore={SUITES / 'engine'}",
     ]
     done = run_module("pytest", str(SUITES), *own, cwd=SUITES.parent)
+    assert done.returncode == 0, done.stdout + done.stderr
     return [line for line in done.stdout.splitlines() if "::" in line]
 
 
