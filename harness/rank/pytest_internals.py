@@ -17,7 +17,7 @@ import pytest
 from _pytest import capture
 from _pytest import config as pytest_config
 from _pytest._code.code import filter_traceback
-from _pytest.assertion.rewrite import assertstate_key
+from _pytest.assertion.rewrite import AssertionRewritingHook, assertstate_key
 from _pytest.logging import LogCaptureHandler, catching_logs
 from _pytest.reports import pytest_report_to_serializable
 
@@ -58,6 +58,23 @@ def set_root(rootdir: Path, inifile: Path | None) -> None:
         return (rootdir, inifile, *others)
 
     patched.determine_setup = determine_setup
+
+
+def expect_plugins_of_the_server() -> None:
+    """Let pytest not warn of plugins that are imported by now, as it can no longer rewrite their asserts.
+
+    torch's modules for tests import hypothesis, which is one. Where warnings are errors, no rank would start.
+
+    If it moves: what `AssertionRewritingHook.mark_rewrite` calls.
+    """
+    hooks: Any = AssertionRewritingHook
+    imported, warn = frozenset(sys.modules), hooks._warn_already_imported
+
+    def warn_of_others(hook: Any, name: str) -> None:
+        if name not in imported:
+            warn(hook, name)
+
+    hooks._warn_already_imported = warn_of_others
 
 
 def attach_log_handlers_quickly() -> None:

@@ -22,7 +22,12 @@ from lockstep.rank.collection import RankCollection
 from lockstep.rank.item import ItemGuards
 from lockstep.rank.output import capture_into, end_lines, prefix_streams
 from lockstep.rank.process import Rank
-from lockstep.rank.pytest_internals import attach_log_handlers_quickly, set_location, set_root
+from lockstep.rank.pytest_internals import (
+    attach_log_handlers_quickly,
+    expect_plugins_of_the_server,
+    set_location,
+    set_root,
+)
 from lockstep.rank.reporter import PHASES, RankReporter, describe_raised, failure
 from lockstep.rank.state import CrashReports, RankState, seed_everything
 from lockstep.rank.torch_internals import count_collectives, count_groups, show_freed_tensors
@@ -97,6 +102,7 @@ class RankSession:
         if names_lines and not given.captures:
             prefix_streams(lambda: f"rank {self.world.rank}")
         attach_log_handlers_quickly()
+        expect_plugins_of_the_server()
         set_root(Path(given.rootdir), Path(given.inifile) if given.inifile else None)
         try:
             status = pytest.main(list(given.args), plugins=[self])

@@ -75,6 +75,16 @@ def test_asserts_are_rewritten_in_a_file_of_any_name(tmp_path: Path) -> None:
     assert "assert [2] == [3]" in run_pytest(tmp_path, "checks.py").output
 
 
+def test_a_plugin_that_the_server_has_imported_is_no_warning_of_ranks(tmp_path: Path) -> None:
+    """torch's module for tests imports hypothesis, whose asserts a rank can no longer rewrite."""
+    (tmp_path / "test_sum.py").write_text(
+        "import sys\n\nimport pytest\nfrom torch.testing._internal.common_utils import TestCase\n\n\n"
+        '@pytest.mark.ranks(2)\ndef test_sum(world):\n    assert "hypothesis" in sys.modules\n'
+    )
+    run = run_pytest(tmp_path, "-W", "error")
+    assert run.count() == "1 passed", run.output
+
+
 # The rootdir
 
 
