@@ -76,49 +76,69 @@ def in_order(
     threads of C++ and in dynamo no line is recorded.
     """
     room = room_of(file)
-    found = [each for each in claims if file in each.lines]
-    if not (found or lines):  # it declares names, which others read
-        found = [each for each in claims if each.lines and PurePath(each.file).parent.name == room]
-    known = {each.name for each in found}
-    if lines:
-        running = ([each for each in found if line in each.lines[file]] for line in lines)
-        inside = [each for each in found if PurePath(each.file).parent.name == room]
-        found = next(filter(None, running), [])
-        known = {each.name for each in found}
-        found += [each for each in inside if each.name not in known]
-    backend = "gloo" if any(each.backend == "gloo" for each in found) else "shm"
-
-    def nearness(claim: Claim) -> float:
-        if claim.is_guess:
-            return -float(PurePath(file).stem in claim.file)
-        return -len(claim.lines.get(file, ())) / claim.size / (0.5 + claim.seconds)
-
-    found = [each for each in found if each.backend == backend]
-    through = filter(None, ({e.name for e in found if line in e.lines[file]} for line in branches))
-    having = filter(None, ({e.name for e in found if word in e.words} for word in words))
-    rarest = min(through, key=len, default=set()) | min(having, key=len, default=set())
-    if any(not any(line in e.lines[file] for e in found) for line in branches):
-        rarest |= {e.name for e in found if e.is_guess}  # one of them may: the others do not
+    found, known = _running(claims, file, lines, room)
+    rarest = _rarest(found, file, branches, words)
     rounds: defaultdict[tuple[bool, bool, bool, int, int], list[Claim]] = defaultdict(list)
     files: Counter[str] = Counter()
     functions: Counter[str] = Counter()
-    for claim in sorted(found, key=lambda claim: (claim.is_guess, nearness(claim))):
+    for claim in sorted(found, key=lambda claim: (claim.is_guess, _nearness(claim, file))):
         is_common = claim.name not in rarest
         is_unknown = claim.name not in known
-        is_far = PurePath(claim.file).parent.name != room or (claim.is_guess and not nearness(claim))
+        is_far = PurePath(claim.file).parent.name != room or (claim.is_guess and not _nearness(claim, file))
         key = is_unknown, is_common, is_far, functions[claim.function], min(files[claim.file], 1)
         rounds[key].append(claim)
         files[claim.file] += 1
         functions[claim.function] += 1
     # One world after another: those of a size need no new ranks.
     ordered = [
-        c for key in sorted(rounds) for c in sorted(rounds[key], key=lambda c: (c.processes, nearness(c)))
+        claim
+        for key in sorted(rounds)
+        for claim in sorted(rounds[key], key=lambda claim: (claim.processes, _nearness(claim, file)))
     ]
     # Where the first of a session has run, the others cost nothing, and would cost all of it later.
     together: defaultdict[str, list[Claim]] = defaultdict(list)
     for claim in ordered:
         together[claim.shares or claim.name].append(claim)
     return [claim for claims in together.values() for claim in claims]
+
+
+def _running(
+    claims: Sequence[Claim], file: str, lines: Sequence[int], room: str
+) -> tuple[list[Claim], set[str]]:
+    """Return the claims that may run one of `lines`, and the names of those that are known to."""
+
+    def of_room(found: Iterable[Claim]) -> list[Claim]:
+        return [each for each in found if PurePath(each.file).parent.name == room]
+
+    found = [each for each in claims if file in each.lines]
+    if not (found or lines):  # it declares names, which others read
+        found = of_room(each for each in claims if each.lines)
+    known = {each.name for each in found}
+    if lines:
+        running = ([each for each in found if line in each.lines[file]] for line in lines)
+        inside = of_room(found)
+        found = next(filter(None, running), [])
+        known = {each.name for each in found}
+        found += [each for each in inside if each.name not in known]
+    backend = "gloo" if any(each.backend == "gloo" for each in found) else "shm"
+    return [each for each in found if each.backend == backend], known
+
+
+def _rarest(found: Sequence[Claim], file: str, branches: Sequence[int], words: Iterable[str]) -> set[str]:
+    """Return the names of the claims that take a branch, or have a word, that the fewest of `found` do."""
+    through = [{each.name for each in found if line in each.lines[file]} for line in branches]
+    having = [{each.name for each in found if word in each.words} for word in words]
+    fewest = [min(filter(None, sets), key=len, default=set()) for sets in (through, having)]
+    if not all(through):  # a case that was not recorded may: the others do not
+        fewest.append({each.name for each in found if each.is_guess})
+    return set().union(*fewest)
+
+
+def _nearness(claim: Claim, file: str) -> float:
+    """Return the less, the larger a part of what a claim runs is in a file, and the less time it takes."""
+    if claim.is_guess:
+        return -float(PurePath(file).stem in claim.file)
+    return -len(claim.lines.get(file, ())) / claim.size / (0.5 + claim.seconds)
 
 
 def near_to(mutant: Mutant, claims: Sequence[Claim]) -> list[Claim]:
