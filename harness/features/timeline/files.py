@@ -11,7 +11,8 @@ import pytest
 from lockstep.features.timeline import PICTURES
 from lockstep.features.timeline.flight_files import remove_flight_files, write_flight_files
 from lockstep.features.timeline.page import index_of, page_of
-from lockstep.features.timeline.timeline import Timeline, read_timeline
+from lockstep.features.timeline.reader import read_timeline
+from lockstep.features.timeline.timeline import Timeline
 from lockstep.features.timeline.trace import can_write_trace, write_trace
 from lockstep.output import OutputDirectory, write_text
 from lockstep.world.outcome import ItemOutcome, label_of

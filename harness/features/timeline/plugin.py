@@ -69,8 +69,8 @@ def pytest_ranks_sections(
     """Draw the last collectives of a test that hung, died or called them differently, and of no other."""
     if not (context.outcome.has_fault() and (cause.report is None or cause.is_mismatch or context.diagnosis)):
         return None
+    from lockstep.features.timeline.reader import read_timeline
     from lockstep.features.timeline.text import as_text
-    from lockstep.features.timeline.timeline import read_timeline
 
     # A subtest: its test continues after it.
     until = int(report.stop * 1e9) if report is not None and type(report) is not pytest.TestReport else None
