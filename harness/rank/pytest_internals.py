@@ -17,7 +17,7 @@ import pytest
 from _pytest import capture
 from _pytest import config as pytest_config
 from _pytest._code.code import filter_traceback
-from _pytest.assertion.rewrite import AssertionRewritingHook, assertstate_key
+from _pytest.assertion.rewrite import assertstate_key
 from _pytest.logging import LogCaptureHandler, catching_logs
 from _pytest.reports import pytest_report_to_serializable
 
@@ -60,21 +60,22 @@ def set_root(rootdir: Path, inifile: Path | None) -> None:
     patched.determine_setup = determine_setup
 
 
-def expect_plugins_of_the_server() -> None:
-    """Let pytest not warn of plugins that are imported by now, as it can no longer rewrite their asserts.
+def expect_imported_plugins() -> None:
+    """Let pytest not warn, as it starts, of plugins whose asserts it cannot rewrite: the server has them.
 
     torch's modules for tests import hypothesis, which is one. Where warnings are errors, no rank would start.
 
-    If it moves: what `AssertionRewritingHook.mark_rewrite` calls.
+    If it moves: what tells the hook for imports the names of all plugins that are installed.
     """
-    hooks: Any = AssertionRewritingHook
-    imported, warn = frozenset(sys.modules), hooks._warn_already_imported
+    patched: Any = pytest_config.Config
+    mark = patched._mark_plugins_for_rewrite
 
-    def warn_of_others(hook: Any, name: str) -> None:
-        if name not in imported:
-            warn(hook, name)
+    def mark_quietly(config: Any, hook: Any, *given: Any, **named: Any) -> None:
+        hook._warn_already_imported = lambda name: None
+        mark(config, hook, *given, **named)
+        del hook._warn_already_imported
 
-    hooks._warn_already_imported = warn_of_others
+    patched._mark_plugins_for_rewrite = mark_quietly
 
 
 def attach_log_handlers_quickly() -> None:
