@@ -42,14 +42,16 @@ def suites(table: conformance.Table) -> Table:
     by_suite: dict[str, list[conformance.Claim]] = {}
     for claim in table.claims.values():
         by_suite.setdefault(claim.suite.removeprefix("suites/").partition("/")[0], []).append(claim)
-    columns = [*((name, by_suite[name]) for name in sorted(by_suite)), ("all", [*table.claims.values()])]
+    columns = [("all", [*table.claims.values()]), *((name, by_suite[name]) for name in sorted(by_suite))]
+    order = {name: place for place, name in enumerate(built_in_names())}
 
     def cell(engine: str, claims: list[conformance.Claim]) -> str:
         everything, offered = table.share(engine, claims), table.share_of_offered(engine, claims)
         counts = everything.held, offered.total - everything.held, everything.total - offered.total
         return f"{' / '.join(map(str, counts))}, {everything.percent} %"
 
-    rows = [[engine, *(cell(engine, claims) for _, claims in columns)] for engine in sorted(table.engines)]
+    engines = sorted(table.engines, key=lambda engine: (order[engine.partition(" ")[0]], engine))
+    rows = [[engine, *(cell(engine, claims) for _, claims in columns)] for engine in engines]
     return Table(["engine", *(name for name, _ in columns)], rows)
 
 
