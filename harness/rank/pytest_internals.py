@@ -65,7 +65,7 @@ def expect_imported_plugins() -> None:
 
     torch's modules for tests import hypothesis, which is one. Where warnings are errors, no rank would start.
 
-    If it moves: what tells the hook for imports the names of all plugins that are installed.
+    If it moves: what gives the hook for imports the names of all plugins that are installed.
     """
     patched: Any = pytest_config.Config
     mark = patched._mark_plugins_for_rewrite
