@@ -11,6 +11,7 @@ import torch
 
 from lockstep.layouts import Layout
 from lockstep.layouts.reference import Blocks
+from lockstep.layouts.suspect import Suspect
 from lockstep.layouts.weights import Weighing
 from suites.selftest.layouts.model import SHARDS, Plan, PlanWithNorm, PlanWithStep
 from suites.selftest.layouts.test_planted import report
@@ -95,6 +96,21 @@ class OfOnePart(Plan):
 def test_the_part_of_another_rank_is_named(layout: Layout) -> None:
     lines = report(layout, "", OfOnePart)
     assert lines[1] == "gradient of `up.weight` is the part of tp 0 on all ranks of tp"
+
+
+class OnPaper(Layout):
+    """A layout without ranks."""
+
+    def __init__(self, **sizes: int) -> None:
+        self.sizes, self._large, self.asked, self.rank = sizes, sizes, set(), 0
+
+
+def test_the_part_of_another_rank_is_named_by_the_axis_of_that_rank() -> None:
+    regions = {rank: torch.arange(2) + 2 * rank for rank in range(4)}
+    whole = torch.arange(1.0, 9.0)
+    values = {rank: whole[regions[rank - rank % 2]] for rank in regions}
+    found = Suspect("weight", "gradient", OnPaper(fsdp=2, tp=2), whole, values, regions, 1).explanations()
+    assert "is the part of tp 0 on all ranks of tp" in found
 
 
 class LeftInReduced(Plan):

@@ -12,6 +12,7 @@ from torch import nn
 
 from lockstep.features.layouts.mark import MarkError, contains, parse_mark
 from lockstep.layouts import Layout, Sharded, ShardMap, assert_same_as_unsharded, witness_batches
+from lockstep.layouts.batches import refuse
 from suites.selftest.layouts.model import SHARDS, VOCAB, Block, Plan, build, loss, plan_with
 
 BATCHES = witness_batches(VOCAB)
@@ -303,3 +304,11 @@ def test_layouts_come_smallest_first_and_outer_axes_first() -> None:
     assert contains(by_name["fsdp4"], by_name["fsdp2"])
     assert not contains(by_name["dp2-tp2"], by_name["fsdp2"])
     assert not contains(by_name["dp2"], by_name["dp2"])
+
+
+def test_parts_without_rows_are_not_alike() -> None:
+    """Nine rows in eight parts: four of two rows, one of one, and three of none."""
+    batches = [torch.arange(9.0) + 10 * step for step in range(2)]
+    refuse(batches, (1, 1), data=8)
+    with pytest.raises(ValueError, match="parts 0 and 1 of 5 of batch 1 are alike"):
+        refuse([batches[0], torch.ones(9)], (1, 1), data=8)

@@ -32,6 +32,23 @@ def test_connections_that_are_already_closed_are_skipped(monkeypatch: Any) -> No
         assert theirs.recv(1) == b""
 
 
+def test_connections_are_found_without_proc(monkeypatch: Any) -> None:
+    """Among as many descriptors as may be open at once, or the first 65,536 where that is no limit."""
+
+    def fail(path: str) -> list[str]:
+        raise OSError(path)
+
+    monkeypatch.setattr(os, "listdir", fail)
+    monkeypatch.setattr(os, "sysconf", lambda name: 1 << 60)
+    with (
+        socket.create_server(("127.0.0.1", 0)) as server,
+        socket.create_connection(server.getsockname()) as ours,
+    ):
+        assert ours.fileno() not in [*gloo._connections()]
+        os.set_inheritable(ours.fileno(), True)  # as gloo leaves its sockets
+        assert ours.fileno() in [*gloo._connections()]
+
+
 def test_a_rank_whose_status_cannot_be_read_answers_why(monkeypatch: Any) -> None:
     monkeypatch.setattr(flight_record, "recorded_collectives", lambda: 1 // 0)
     group: Any = SimpleNamespace(joined=0, has_begun=lambda at: True)

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+import os
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
 
 import pytest
+
+from lockstep.features.spawn.starter import Starter
 
 if TYPE_CHECKING:
     from suites.selftest.project import Project
@@ -39,3 +43,13 @@ def test_one_server_serves_a_file_that_is_an_argument(project: Project, word: st
 def test_a_server_that_seemed_needless_is_followed_by_another(project: Project) -> None:
     # "ranks" may mean that tests ask for them: none does, and the server ends before the first test.
     assert calls_and_servers(project, "ranks")[0] == "1 call of spawn on warm ranks"
+
+
+def test_the_pipe_that_ends_with_a_process_can_be_closed_before() -> None:
+    server: Any = SimpleNamespace()
+    starter = Starter(server)
+    lifeline = starter.descriptors()[2]
+    os.fstat(lifeline)
+    starter.close()
+    with pytest.raises(OSError, match="Bad file descriptor"):
+        os.fstat(lifeline)

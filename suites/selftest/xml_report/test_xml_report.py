@@ -8,6 +8,7 @@ from xml.etree import ElementTree
 
 import pytest
 
+from lockstep.features.xml_report.notes import NOTES, NotesSender
 from suites.selftest.project import Run, copy_project, run_pytest
 
 
@@ -78,6 +79,22 @@ def test_characters_that_xml_cannot_hold_are_written_out(faults: Run) -> None:
 def test_output_in_the_xml_report_names_its_rank(faults: Run) -> None:
     lines = faults.case("test_fails").findtext("system-out", "").splitlines()
     assert [line for line in lines if line.startswith("rank ")] == ["rank 0:", "rank 1:"]
+
+
+@pytest.mark.parametrize("data", [None, {"outcome": "passed"}])
+@pytest.mark.parametrize("notes", [[], [("attribute", "name", "value")]])
+def test_notes_go_with_the_next_report_that_can_be_sent(
+    data: dict[str, object] | None, notes: list[tuple[str, str, str]]
+) -> None:
+    sender = NotesSender()
+    sender.notes = [*notes]
+    hook = sender.pytest_report_to_serializable()
+    next(hook)
+    with pytest.raises(StopIteration) as ended:
+        hook.send(data)
+    expected = {"outcome": "passed", NOTES: notes} if notes else {"outcome": "passed"}
+    assert ended.value.value == (data and expected)
+    assert sender.notes == (notes if data is None else [])
 
 
 # What is too much
