@@ -78,7 +78,7 @@ class _Reader:
     ) -> None:
         self._outcome = outcome
         self._records = records
-        self._base = f"{base}/"
+        self._base = base
         self._is_part = until is not None
         self._groups: dict[tuple[str, int], tuple[int, ...]] = {}
         self._names = _tell_apart(records)
@@ -347,9 +347,9 @@ def _user_lines(entry: Entry, base: str) -> tuple[str, ...]:
     """Return the user's lines, `function() at file:line`, innermost first; none where there is no stack.
 
     Args:
-        base: directory that files are named from, with a slash at its end.
+        base: directory that files are named from.
     """
     return tuple(
-        f"{frame['name']}() at {frame['filename'].removeprefix(base)}:{frame['line']}"
+        f"{frame['name']}() at {frame['filename'].removeprefix(f'{base}/')}:{frame['line']}"
         for frame in entry.get("frames") or ()
     )

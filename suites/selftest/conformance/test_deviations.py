@@ -96,3 +96,8 @@ def test_the_shares_of_the_page_have_one_total() -> None:
     assert [[sum(part) for part in zip(*column, strict=True)] for column in columns] == [
         [int(part) for part in cell] for cell in whole
     ]
+
+
+def test_a_reason_names_the_issue_if_there_is_one() -> None:
+    assert Deviation(("test_a",), "it rounds").reason == "it rounds"
+    assert Deviation(("test_a",), "it rounds", issue=7).reason == "it rounds (pytorch#7)"

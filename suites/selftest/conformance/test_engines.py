@@ -9,10 +9,12 @@ import sys
 from collections.abc import Iterator
 from importlib.metadata import EntryPoint, EntryPoints
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
-from lockstep.conformance import EngineError, find, known_names, registry
+from lockstep.conformance import EngineError, find, known_names, plugin, registry
 from lockstep.conformance.registry import built_in_names, check_name
 from suites.selftest.project import PROJECTS, copy_project
 
@@ -102,6 +104,16 @@ def test_names_are_checked_without_torch() -> None:
     code += "; print('torch' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.split() == ["False"]
+
+
+@pytest.mark.parametrize(("engine", "options"), [("lockstep", []), ("torch-ddp", ["--engine", "torch-ddp"])])
+def test_a_claim_is_run_again_with_its_engine_unless_that_is_the_default(
+    monkeypatch: pytest.MonkeyPatch, engine: str, options: list[str]
+) -> None:
+    item: Any = SimpleNamespace(path=Path("suites/core/test_core.py"))
+    monkeypatch.setattr(plugin, "engine_of", lambda item: engine)
+    monkeypatch.setattr(plugin, "claim_of", lambda item: "suites/core/test_core.py::test_a")
+    assert plugin.pytest_ranks_rerun(item) == ["suites/core/test_core.py::test_a", *options]
 
 
 @pytest.fixture

@@ -5,7 +5,7 @@ import re
 import pytest
 import torch
 
-from lockstep.assertions.divergence import describe_ranks
+from lockstep.assertions.divergence import describe_ranks, shortened
 from lockstep.recorders import Event
 from suites.selftest.project import line_of
 
@@ -148,3 +148,8 @@ def test_a_rank_whose_tensor_has_another_shape_is_described_by_it():
     values = {0: torch.zeros(4, 2), 1: torch.tensor([[0.0, 0.0]] * 3 + [[0.0, 1.0]]), 2: torch.zeros(1, 2)}
     lines = describe_ranks(Event("gradient", "weight", 0, 0, ""), None, values, [])
     assert lines[1] == "  rank 0 0, rank 1 1, rank 2 a tensor [1, 2] at (3, 1), (float32 [4, 2])"
+
+
+def test_a_message_of_many_lines_is_its_first_one_and_how_many_follow() -> None:
+    assert shortened("rank 1 differs") == "rank 1 differs"
+    assert shortened("rank 1 differs\nby 2\nat 3") == "rank 1 differs (and 2 lines more)"

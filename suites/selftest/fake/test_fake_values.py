@@ -68,6 +68,14 @@ def test_a_value_that_owes_nothing_to_a_peer_is_read() -> None:
     assert received().copy_(torch.ones(4)).tolist() == [1.0] * 4
 
 
+def test_what_is_added_to_a_value_of_a_peer_is_still_known() -> None:
+    known = torch.ones(4)
+    with pytest.raises(FakeValueError):
+        (received() + known).tolist()
+    received().add_(known)
+    assert known.tolist() == [1.0] * 4
+
+
 @pytest.mark.parametrize(
     ("dtype", "filled"),
     [

@@ -12,15 +12,18 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from multiprocessing.connection import wait
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 from lockstep.exceptions import LaunchError, MessageRefused
-from lockstep.features.hosts.agent import Agent
+from lockstep.features.hosts.agent import Agent, _Service, _World
 from lockstep.features.hosts.hosts_file import HostInfo
 from lockstep.features.hosts.join_info import JoinInfo, Known
 from lockstep.features.hosts.launchers import NodePlace
 from lockstep.features.hosts.listener import Listener
+from lockstep.features.hosts.orders import EndWorld
 from lockstep.features.hosts.remote import Host
 from lockstep.features.hosts.rendezvous import Comer, Rendezvous
 from lockstep.features.hosts.wire import RUN, Call, Credentials, Purpose, SignedConnection, connect, listen
@@ -333,3 +336,23 @@ def test_the_report_says_that_a_message_was_changed(bed: Bed) -> None:
         report = ended.output.partition(f"_ {name} ")[2].partition("re-run")[0]
         assert "rank 1 of 2 (host b) died: SIGKILL" in report
         assert "a message between hosts was changed, or came twice or out of order" in report
+
+
+def test_the_ranks_and_ports_of_a_world_end_with_it() -> None:
+    """Not with the run: other worlds follow it."""
+    done: list[object] = []
+    ports = socket.socket(), socket.socket()
+    world = _World("/base/world-0", ports)
+    rank: Any = SimpleNamespace(kill=lambda: done.append("kill"), close=lambda: done.append("close"))
+    world.ranks[0] = rank
+    agent: Any = SimpleNamespace(
+        forget=lambda started: done.append(started is rank),
+        launcher=lambda: SimpleNamespace(end_world=done.append),
+    )
+    control: Any = SimpleNamespace(send=done.append)
+    service = _Service(agent, control)
+    service._worlds["world-0"] = world
+    service._obey(EndWorld("world-0"))
+    assert done == ["kill", "close", True, "/base/world-0", (True, None)]
+    assert [port.fileno() for port in ports] == [-1, -1]
+    assert service._worlds == {}

@@ -13,6 +13,7 @@ from torch import nn
 from lockstep.features.layouts.mark import MarkError, contains, parse_mark
 from lockstep.layouts import Layout, Sharded, ShardMap, assert_same_as_unsharded, witness_batches
 from lockstep.layouts.batches import refuse
+from lockstep.layouts.reference import Batches, Task
 from suites.selftest.layouts.model import SHARDS, VOCAB, Block, Plan, build, loss, plan_with
 
 BATCHES = witness_batches(VOCAB)
@@ -312,3 +313,12 @@ def test_parts_without_rows_are_not_alike() -> None:
     refuse(batches, (1, 1), data=8)
     with pytest.raises(ValueError, match="parts 0 and 1 of 5 of batch 1 are alike"):
         refuse([batches[0], torch.ones(9)], (1, 1), data=8)
+
+
+def test_a_loss_that_is_not_cut_has_one_part() -> None:
+    def loss_of(model: nn.Module, batch: torch.Tensor, parts: tuple[torch.Tensor, ...]) -> torch.Tensor:
+        assert [part.tolist() for part in parts] == [batch.tolist()]
+        return model(batch).sum()
+
+    task = Task(build, loss, stuck, Batches([torch.ones(4, 2)]))
+    assert task.run(loss_of, nn.Identity(), 0, torch.ones(4, 2)) == 8

@@ -7,7 +7,16 @@ import torch
 from torch import nn
 
 from lockstep.layouts import Layout, Sharded, ShardMap
-from lockstep.layouts.parting import DIFFERENT, SAME, UNEVEN, UNKNOWN, Comparison, Trace, describe_parting
+from lockstep.layouts.parting import (
+    DIFFERENT,
+    SAME,
+    UNEVEN,
+    UNKNOWN,
+    Comparison,
+    Trace,
+    _are_within,
+    describe_parting,
+)
 
 WHOLE = torch.randn(24, 8, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
 
@@ -114,3 +123,9 @@ def test_a_sum_that_is_made_later_is_not_missing(layout: Layout) -> None:
     wrong_outputs = compare(layout, embed=right, out=half, head=wrong)
     text = "first divergence: the output of `head`; that of `out` is right after a sum over tp"
     assert describe_parting(wrong_outputs, later) == text
+
+
+def test_each_short_row_is_looked_for() -> None:
+    whole = torch.arange(12.0).view(2, 6)
+    assert _are_within(torch.tensor([[0.0, 5.0], [8.0, 6.0]]), whole)
+    assert not _are_within(torch.tensor([[0.0, 5.0], [8.0, 0.0]]), whole)  # of two rows

@@ -397,3 +397,12 @@ def test_a_work_that_is_polled_fails_when_a_peer_has_left(pair: list[Collectives
         assert work.is_completed()
         assert not work.is_success()
         assert "has left the group" in str(work.exception())
+
+
+def test_a_receive_that_lingers_fails_when_its_peer_has_left(pair: list[Collectives]) -> None:
+    receive = Mailbox(pair[0].channel, pair[0]).receive(torch.zeros(1), 1, 0)
+    pair[1].channel.leave(0)
+    for _ in range(20):  # a bell that has rung ends one early
+        receive.linger(time.monotonic())
+    assert receive.is_done
+    assert "has left the group" in str(receive.error)

@@ -101,6 +101,11 @@ def test_a_death_in_backward_is_placed_between_two_collectives(drawn: Drawn) -> 
     assert second.endswith(f"✗ died: SIGKILL, between all_reduce #4 and all_reduce #5, {place}")
 
 
+def test_a_crash_is_placed_at_its_line(drawn: Drawn) -> None:
+    second = drawn.text("test_fault[crashes_in_backward]")[1]
+    assert second.endswith(f"✗ died: SIGABRT, {drawn.place('os.abort()')} in reduce")
+
+
 def test_a_timeline_has_at_most_twelve_lines(drawn: Drawn) -> None:
     for fault in ("waits_for_all", "other_order", "dies_in_backward", "other_dtype"):
         assert 2 <= len(drawn.text(f"test_fault[{fault}]")) <= 12

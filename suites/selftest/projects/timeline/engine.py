@@ -42,6 +42,8 @@ class Sharded(nn.Module):
         engine = self.engine
         if engine.has("dies_in_backward") and self.number == 1:
             os.kill(os.getpid(), signal.SIGKILL)
+        if engine.has("crashes_in_backward"):
+            os.abort()
         return engine.average_over_replicas(engine.own_rows(engine.sum_over_shards(grad)))
 
 

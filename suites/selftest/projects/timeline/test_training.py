@@ -19,7 +19,9 @@ def test_healthy(world):
 
 
 @pytest.mark.ranks(2)
-@pytest.mark.parametrize("fault", ["waits_for_all", "other_order", "dies_in_backward", "other_dtype"])
+@pytest.mark.parametrize(
+    "fault", ["waits_for_all", "other_order", "dies_in_backward", "crashes_in_backward", "other_dtype"]
+)
 def test_fault(world, fault):
     train(world, fault)
     world.barrier()
