@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 import torch
 
+from lockstep.features.injection.calls import INTERCEPTION
 from lockstep.features.injection.lost_peers import LostPeers
 from lockstep.features.sweep.controller import Budget, Progress, lines, make_plan
 from lockstep.features.sweep.directories import Directories, move_aside, owned
@@ -25,6 +26,7 @@ from lockstep.features.sweep.messages import Begins, Plan, Recorded, Resume
 from lockstep.features.sweep.plugin import pytest_configure
 from lockstep.features.sweep.points import Point, Spot, choose, points_of
 from lockstep.features.sweep.report import Counts, refusal
+from lockstep.features.sweep.striker import Striker
 from lockstep.features.sweep.sweep import Sweep
 from lockstep.world.clock import Clock
 
@@ -309,3 +311,11 @@ def test_directories_are_put_back_and_taken_over(tmp_path: Path) -> None:
     assert sorted(each.name for each in shared.iterdir()) == ["below", "new"]
     assert [*(shared / "below").iterdir()] == []
     assert (own[1] / "mine").read_text() == "1"
+
+
+def test_handles_of_collectives_are_let_go_of_behind_a_sweep() -> None:
+    """They keep tensors alive."""
+    handle: Any = object()
+    with Striker(0, []).installed():
+        INTERCEPTION._works.append(handle)
+    assert INTERCEPTION._works == []
