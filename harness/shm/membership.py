@@ -12,6 +12,8 @@ from lockstep.shm import futex
 from lockstep.shm.errors import CollectiveTimeout, GroupAborted, PeerLost, ShmError
 from lockstep.shm.peer import ABORTED, BELL, FAILED, LEFT, PRESENT, Peer
 
+__tracebackhide__ = True  # under pytest a failure points to the call
+
 waits: dict[int, tuple[str, float]] = {}
 """Reason and begin of each wait of this process's threads, by ident, where it has taken more than a moment.
 

@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+import re
+from pathlib import Path
+
 import pytest
 
+import lockstep
 from lockstep import tracebacks
+
+ROOT = Path(lockstep.__file__).parent
 
 PYTESTS = """\
   File "/venv/lib/python3/site-packages/_pytest/python.py", line 187 in pytest_pyfunc_call
@@ -58,3 +64,11 @@ def test_a_stack_without_user_frames_ends_at_the_first_frame() -> None:
 def test_a_thread_of_python_alone_is_shown_whole() -> None:
     stack = '  File "<frozen runpy>", line 8 in _run\n  File "<string>", line 1 in <module>\n'
     assert tracebacks.shorten(stack) == stack
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "shm").glob("*.py")), ids=lambda path: path.stem)
+def test_an_error_of_shared_memory_points_to_the_call(path: Path) -> None:
+    """pytest hides the frames of modules that say so: none that raises may forget it."""
+    source = path.read_text()
+    if re.search(r"^ +raise ", source, re.MULTILINE):
+        assert "\n__tracebackhide__ = True" in source
