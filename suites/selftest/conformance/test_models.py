@@ -88,6 +88,15 @@ def test_a_late_rank_pauses_before_gradients_and_after_backward(monkeypatch):
     assert pauses == [2, 2, 2, 2, 5]
 
 
+def test_a_late_expert_pauses_as_its_forward_ends(monkeypatch):
+    pauses = []
+    pause = "lockstep.conformance.models.nested.pause"
+    monkeypatch.setattr(pause, lambda device, milliseconds: pauses.append(milliseconds))
+    model = MixtureOfExperts(0, delay_before_free_ms=5)
+    model(model.batch(torch.Generator()))
+    assert pauses == [5]
+
+
 @pytest.mark.ranks(2)
 def test_ranks_share_all_layers_but_their_experts(world):
     torch.manual_seed(0)

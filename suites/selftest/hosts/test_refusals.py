@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from lockstep.exceptions import LaunchError
+from lockstep.features.hosts import addresses
 from lockstep.features.hosts.join_info import SECRET_VARIABLE, JoinInfo, unpack
 from lockstep.features.hosts.launchers import place_of
 from suites.selftest.project import Project
@@ -69,6 +70,27 @@ def wait(seconds: str) -> tuple[list[str], str]:
 )
 def test_a_wrong_option_is_one_sentence(arguments: list[str], sentence: str) -> None:
     assert hosts(*arguments, **SECRET) == (4, f"hosts: {sentence}\n")
+
+
+def test_an_option_is_not_shortened() -> None:
+    arguments = ("--node", "0/2", "--mee", "127.0.0.1:9")
+    assert hosts(*arguments, **SECRET) == (
+        4,
+        "hosts: unknown arguments: --mee; those of pytest come behind --\n",
+    )
+
+
+@pytest.mark.parametrize(
+    ("error", "words"),
+    [
+        (TimeoutError("timed out"), "no answer in time"),
+        (BlockingIOError(11, "Resource temporarily unavailable"), "no answer in time"),
+        (ConnectionRefusedError(111, "Connection refused"), "Connection refused"),
+        (OSError("no route"), "no route"),
+    ],
+)
+def test_an_error_of_a_connection_is_named_in_words(error: OSError, words: str) -> None:
+    assert addresses.words(error) == words
 
 
 def test_a_secret_that_is_no_text_is_one_sentence(tmp_path: Path) -> None:
