@@ -23,6 +23,7 @@ from lockstep.features.properties.hypothesis_internals import call_before_rules
 from lockstep.features.properties.messages import (
     FEATURE,
     CrashedExample,
+    ExampleResult,
     RunningExample,
     RunningExampleFile,
     Search,
@@ -185,6 +186,19 @@ def test_an_attempt_keeps_drawn_numbers_and_no_drawn_objects(tmp_path: Path) -> 
     assert attempt.error is None
     assert 4 in values
     assert not any(isinstance(value, Box) for value in values)
+
+
+def test_the_draws_of_the_slowest_rank_and_the_best_targets_count(tmp_path: Path) -> None:
+    running = RunningExampleFile(str(tmp_path / "running"))
+    attempt = Attempt(ConjectureData.for_choices([1]), running, CrashGuard(running))
+    results = [
+        ExampleResult(b"", 1, {"a": 0.5, "b": 0.2}, {"loss": 1.0}),
+        ExampleResult(b"", 1, {"a": 0.1, "b": 0.9}, {"loss": 2.0, "norm": 3.0}),
+        ExampleResult(b"", 1, {"a": 0.6}, {}),
+    ]
+    attempt.share(results)
+    assert attempt.data.draw_times == {"a": 0.1, "b": 0.9}
+    assert attempt.data.target_observations == {"loss": 2.0, "norm": 3.0}
 
 
 class _OtherRank:

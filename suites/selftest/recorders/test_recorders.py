@@ -2,6 +2,7 @@
 
 import copy
 import dataclasses
+import weakref
 from collections.abc import Iterator
 
 import pytest
@@ -14,6 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
 from lockstep.recorders import Collective, CollectivesLog, ForwardDtypes, named_tensors
+from lockstep.recorders.execution import ExecutionLog
 
 pytestmark = [
     # torch 2.13 gave two collectives new names, torch 2.11 does not have those yet.
@@ -364,3 +366,13 @@ def test_log_of_dtypes_that_was_never_entered_does_not_answer(two_layers):
 def test_named_tensors_gives_each_tensor_its_path():
     a, b = torch.ones(1), torch.ones(2)
     assert named_tensors((a, {"mask": [b, 3]})) == {"0": a, "1.mask.0": b}
+
+
+def test_an_execution_that_is_over_keeps_no_parameter_alive():
+    layer = nn.Linear(2, 2)
+    weight = weakref.ref(layer.weight)
+    with ExecutionLog() as log:
+        layer(torch.ones(1, 2)).sum().backward()
+    assert log.events
+    del layer
+    assert weight() is None
