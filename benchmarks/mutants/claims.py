@@ -12,6 +12,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -45,6 +46,8 @@ def running(name: str, shared: list[str]) -> Iterator[None]:
     """Have the lines of this process, and of those that it starts, recorded under a name, and the seconds."""
     before = os.environ.get(ITEM, "")
     os.environ[ITEM] = name
+    if tracer := getattr(sys.modules.get("sitecustomize"), "tracer", None):
+        sys.settrace(tracer)  # a test before this one may have ended it
     started = time.perf_counter()
     try:
         yield

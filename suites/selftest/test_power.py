@@ -224,6 +224,21 @@ os.wait()
 """
 
 
+def test_a_claim_is_traced_though_one_before_it_has_ended_that(monkeypatch: Any, tmp_path: Path) -> None:
+    claims = loaded("claims", monkeypatch)
+    monkeypatch.setenv(claims.RECORD, str(tmp_path))
+    monkeypatch.setenv(claims.ITEM, "")
+    monkeypatch.setitem(sys.modules, "sitecustomize", SimpleNamespace(tracer=lambda *_: None))
+    before = sys.gettrace()
+    try:
+        sys.settrace(None)
+        with claims.running("test_a", []):
+            traced = sys.gettrace()
+    finally:
+        sys.settrace(before)
+    assert traced is sys.modules["sitecustomize"].tracer
+
+
 def test_lines_of_a_process_that_is_killed_are_recorded(monkeypatch: Any, tmp_path: Path) -> None:
     variables = {"RECORD": str(tmp_path), "SOURCE": str(PROJECT / "harness"), "ITEM": "first"}
     environ = {f"LOCKSTEP_CLAIMS_{name}": value for name, value in variables.items()}

@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import os
+
+import pytest
+
+from lockstep.rank.state import RankState
 from suites.selftest.project import Project
 
 # As `torch.testing._internal.common_utils` does when it is imported: from then on flags of
@@ -33,3 +38,13 @@ def test_flags_that_cannot_be_assigned_are_restored(project: Project) -> None:
     assert "3 passed, 2 warnings" in output
     assert "test left behind environ: LEFT" in output
     assert "test left behind cudnn flags: (True, True) (was (False, False))" in output
+
+
+@pytest.mark.parametrize("name", ["PYTEST_CURRENT_TEST", "TORCHINDUCTOR_CACHE_DIR"])
+def test_what_pytest_and_torch_set_by_themselves_is_no_state(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before = RankState.capture().environ
+    monkeypatch.setenv(name, "set in a test")
+    monkeypatch.setenv("OF_A_USER", "set in a test")
+    assert {*RankState.capture().environ} - {*before} == {os.fsencode("OF_A_USER")}
