@@ -239,7 +239,7 @@ def test_a_page_opens_with_the_fault_in_sight(drawn: Drawn, browser: Browser, te
 def test_the_index_lists_all_tests(drawn: Drawn) -> None:
     index = (drawn.path / "out" / "index.html").read_text()
     pages = re.findall(r'href="([^"]+)"', index)
-    assert len(pages) == 10 + 2  # none of the fake world
+    assert len(pages) == 11 + 2  # none of the fake world
     assert all((drawn.path / "out" / page).exists() for page in pages)
 
 
