@@ -11,7 +11,7 @@ from lockstep.assertions import assert_named_close
 pytestmark = [
     pytest.mark.ranks(2),
     # torch makes its forward-mode formulas with torch.jit.script, which it deprecates.
-    pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated:DeprecationWarning"),
+    pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated"),
 ]
 
 WAYS = {"strategy": ["FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD"], "use_orig_params": [False, True]}

@@ -217,7 +217,7 @@ def test_a_module_can_be_mapped_over_a_batch(world, front):
 
 
 # torch makes its forward-mode formulas with torch.jit.script, which it deprecates.
-@pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated")
 def test_a_module_has_a_directional_derivative(world, front):
     reference = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 4)).to(world.device)
     model = front.shard(copy.deepcopy(reference), ("0",))

@@ -394,7 +394,7 @@ def test_a_forward_may_skip_some_modules_of_a_list(world, fully_shard):
 
 # The engine makes a process group of the few ranks, which lives as long as the process.
 @pytest.mark.filterwarnings("ignore:.*left behind.*process group")
-@pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated")
 @pytest.mark.ranks(4)
 def test_few_ranks_may_hold_parameters_inside_of_a_transform(world, fully_shard):
     """From a forward there to its backward."""
