@@ -144,24 +144,33 @@ def test_a_function_may_withhold_a_gradient(world, front):
 
 
 @pytest.fixture
-def held(monkeypatch, world):
-    """Return the bytes of all tensors on the device that Python knows of, `beyond` some, once below a limit.
-
-    A thread of the backend may hold for some time what it has sent: 2 s are given to it.
-    """
+def storages(monkeypatch, world):
+    """Return those of all tensors on the device that Python knows of, by address; they live as long as it."""
     # It would fill the memory with NaN and hold it.
     monkeypatch.delenv("LOCKSTEP_ENGINE_DEBUG", raising=False)
 
-    def now():
+    def storages():
         tensors = [each for each in gc.get_objects() if type(each) in (torch.Tensor, nn.Parameter)]
-        storages = [each.untyped_storage() for each in tensors if each.device == world.device]
-        return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
+        found = [each.untyped_storage() for each in tensors if each.device == world.device]
+        return {storage.data_ptr(): storage for storage in found}
 
-    def held(beyond=0, below=float("inf")):
+    return storages
+
+
+@pytest.fixture
+def held(storages):
+    """Return the bytes of storages that were not there `before`, less `known` ones, once below a limit.
+
+    A thread of the backend may hold for some time what it has sent: 2 s are given to it.
+    """
+
+    def held(before, known, below):
         end = time.monotonic() + 2
-        while (found := now() - beyond) >= below and time.monotonic() < end:
+        while True:
+            new = [storage.nbytes() for address, storage in storages().items() if address not in before]
+            if (found := sum(new) - known) < below or time.monotonic() > end:
+                return found
             time.sleep(0.01)
-        return found
 
     return held
 
@@ -178,15 +187,15 @@ SLACK = FULL_LAYER // 16
 
 
 @pytest.mark.skew(seeds=[])  # under which collectives hold copies
-def test_a_backward_holds_the_buffers_of_one_reduction(held, world, engine, shard):
+def test_a_backward_holds_the_buffers_of_one_reduction(storages, held, world, engine, shard):
     """As a gradient arrives at the first layer, however many layers there are: their own gradients apart."""
 
     def buffers(depth, below):
         model, found = shard(layers(depth)), []
-        others = held() + depth * FULL_LAYER // world.size
+        before, gradients = storages(), depth * FULL_LAYER // world.size
         for _ in range(2):  # the second step has what the first one may have left
             x = torch.ones(1, 64, device=world.device, requires_grad=True)
-            x.register_hook(lambda _: found.append(held(others, below)))
+            x.register_hook(lambda _: found.append(held(before, gradients, below)))
             engine.backward(model, model(x).sum())
             model.zero_grad()
         return found[-1]
@@ -199,13 +208,12 @@ def test_a_backward_holds_the_buffers_of_one_reduction(held, world, engine, shar
 
 
 @pytest.mark.skew(seeds=[])  # under which collectives hold copies
-def test_a_step_leaves_no_memory_but_its_gradients(held, world, engine, shard):
+def test_a_step_leaves_no_memory_but_its_gradients(storages, held, world, engine, shard):
     model = shard(layers(4))
     x = torch.ones(1, 64, device=world.device)
-    before = held()
-    gradients = 4 * FULL_LAYER // world.size
+    before, gradients = storages(), 4 * FULL_LAYER // world.size
     for _ in range(2):
         engine.backward(model, model(x).sum())
-        assert held(before + gradients, below=SLACK) < SLACK
+        assert held(before, gradients, SLACK) < SLACK
         model.zero_grad()
-        assert held(before, below=SLACK) < SLACK
+        assert held(before, 0, SLACK) < SLACK
