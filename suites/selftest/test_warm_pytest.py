@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+from typing import Any
 
 import pytest
 
 from suites.selftest.project import Project, run_pytest
+from suites.selftest.warm_interpreter import REPEATED
 
 CONFTEST = """
 import json, os, signal, sys, tempfile, threading
@@ -26,7 +28,6 @@ with open(os.environ["FOUND"], "w") as file:
         "blocked": sorted(signal.pthread_sigmask(signal.SIG_BLOCK, [])),
         "leads": [os.getpid() == os.getpgid(0), os.getpid() == os.getsid(0)],
         "threads": threading.active_count(),
-        "lockstep": sorted(name for name in sys.modules if name.partition(".")[0] in ("lockstep", "suites")),
     }
     json.dump(found, file)
 """
@@ -59,30 +60,32 @@ def parent(pid):
 spec = getattr(__main__, "__spec__", None)
 signals = [signal.getsignal(number) for number in sorted(signal.valid_signals())]
 worker, rank = (os.environ.get(name) for name in ("PYTEST_XDIST_WORKER", "RANK"))
-with open(f"found-{worker}-{rank}.json", "w") as file:
-    found = {
-        "arguments": sys.argv,
-        "main": [__main__.__name__, spec is None, hasattr(__main__, "__file__")],
-        "path": sys.path,
-        "folder": os.getcwd(),
-        "environ": {name: value for name, value in os.environ.items() if not name.endswith(("UID", "PORT"))},
-        "input": os.readlink("/proc/self/fd/0"),
-        "descriptors": rank and len(os.listdir("/proc/self/fd")),
-        "signals": [str(each).partition(" at ")[0] for each in signals],
-        "blocked": sorted(signal.pthread_sigmask(signal.SIG_BLOCK, [])),
-        "threads": len(os.listdir("/proc/self/task")),
-        "marked": open("/proc/self/environ").read().count(os.environ["LOCKSTEP_TEST_MARK"]),
-        "lockstep": sorted(name for name in sys.modules if name.partition(".")[0] in ("lockstep", "suites")),
-    }
-    pids = {"pid": os.getpid(), "parent": os.getppid(), "above": parent(os.getppid())}
-    json.dump([found, pids], file)
+found = {
+    "arguments": sys.argv,
+    "main": [__main__.__name__, spec is None, hasattr(__main__, "__file__")],
+    "path": sys.path,
+    "folder": os.getcwd(),
+    "environ": {name: value for name, value in os.environ.items() if not name.endswith(("UID", "PORT"))},
+    "input": os.readlink("/proc/self/fd/0"),
+    "descriptors": rank and len(os.listdir("/proc/self/fd")),
+    "signals": [str(each).partition(" at ")[0] for each in signals],
+    "blocked": sorted(signal.pthread_sigmask(signal.SIG_BLOCK, [])),
+    "threads": len(os.listdir("/proc/self/task")),
+    "marked": open("/proc/self/environ").read().count(os.environ["LOCKSTEP_TEST_MARK"]),
+}
+pids = {"pid": os.getpid(), "parent": os.getppid(), "above": parent(os.getppid())}
+
+def pytest_sessionfinish():
+    found["lockstep"] = [name for name in sys.modules if name.startswith("lockstep.")]
+    with open(f"found-{worker}-{rank}.json", "w") as file:
+        json.dump([found, pids], file)
 """
 
 
 PROCESSES = ("found-None-None", "found-gw0-None", "found-gw0-0", "found-gw0-1")
 
 
-def found_by_each(project: Project, fresh: bool) -> dict[str, dict[str, object]]:
+def found_by_each(project: Project, fresh: bool) -> dict[str, dict[str, Any]]:
     project.fresh = fresh
     output = project.run("-n1", "-pxdist")
     assert "1 passed" in output
@@ -101,7 +104,10 @@ def test_what_a_warm_session_starts_finds_what_it_does_in_a_new_one(
     (project.path / "conftest.py").write_text(OF_EACH)
     new = found_by_each(project, fresh=True)
     warm = found_by_each(project, fresh=False)
+    modules = {name for process in PROCESSES for name in new[process]["lockstep"]}
     for name in PROCESSES:
+        imported = {*warm[name].pop("lockstep"), REPEATED}
+        assert {*new[name].pop("lockstep")} <= imported <= modules, name
         assert warm[name] == new[name], name
 
 

@@ -1,9 +1,9 @@
 """The program of an interpreter that has imported torch and pytest, and is forked for sessions under test.
 
-A session finds nothing else imported, but for what `IMPORTED` names; directory, environment, arguments and
-descriptors are as `python -m` has them. The server of its ranks, workers of pytest-xdist and processes that
-it spawns are forks, too: of a fork that was made before the session ran anything, as new interpreters have
-nothing of it either. Standard library only until it is a program.
+A session finds nothing else imported, but for `OF_SESSIONS` and what `IMPORTED` names; directory,
+environment, arguments and descriptors are as `python -m` has them. The server of its ranks, workers of
+pytest-xdist and processes that it spawns are forks, too: of a fork that was made before the session ran
+anything, as new interpreters have nothing of it either. Standard library only until it is a program.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ import tempfile
 import threading
 import time
 import types
+import weakref
 from collections.abc import Mapping, Sequence
 from multiprocessing import util
 from pathlib import Path
@@ -50,6 +51,13 @@ PROGRAMS = (
     "import sys;exec(eval(sys.stdin.readline()))",
 )
 """How the programs begin that `multiprocessing` and pytest-xdist start, and that are forks here."""
+OF_SESSIONS = (
+    *("lockstep.controller.plugin", "lockstep.controller.option_checks", "lockstep.reporting.summary"),
+    *("lockstep.rank.session", "lockstep.recorders", "xml.etree.ElementTree", "pdb"),
+)
+"""What every session imports, its server or its ranks; and so do they the plugins of all features."""
+REPEATED = "lockstep.launch.server"
+"""The module of these that does its work as it is imported, in the server."""
 HIGH = 500
 """The least number of a received descriptor, until it gets the one that it had in the session."""
 
@@ -64,6 +72,8 @@ def at_start(environ: Mapping[str, str]) -> dict[str, str]:
 def _import(names: Sequence[str]) -> None:
     for name in names:
         importlib.import_module(name)
+    for made in weakref.finalize._registry.values():  # by torch, for each operator
+        made.atexit = False
     gc.freeze()
 
 
@@ -253,6 +263,7 @@ def _become_program(
     os.environ.clear()
     os.environ.update(environ)
     sys.argv = ["-c", *words[1:]]
+    sys.modules.pop(REPEATED, None)
     main = sys.modules["__main__"] = types.ModuleType("__main__")
     status = 0
     try:
@@ -271,5 +282,6 @@ def _become_program(
 
 
 if __name__ == "__main__":
-    _import(["pytest", "torch"])
+    _import(["pytest", "torch", *OF_SESSIONS])
+    _import([*importlib.import_module("lockstep.features").plugin_names()])
     _serve(socket.socket(fileno=int(sys.argv[1])))
