@@ -171,9 +171,9 @@ class _Application:
         if precision is None:
             return self.front.MixedPrecisionPolicy()
         casts = precision.cast_root_forward_inputs if is_root else precision.cast_forward_inputs
-        return self.front.MixedPrecisionPolicy(
-            param_dtype=precision.param_dtype, reduce_dtype=precision.reduce_dtype, cast_forward_inputs=casts
-        )
+        # Without a dtype torch 2.15 reduces in that of the parameters, and not in that of computation.
+        reduced = precision.reduce_dtype or precision.param_dtype
+        return self.front.MixedPrecisionPolicy(precision.param_dtype, reduced, cast_forward_inputs=casts)
 
     def _mesh(self, name: str) -> DeviceMesh | None:
         groups = self.spec.unit_groups.get(name) or self.spec.process_group

@@ -1,10 +1,11 @@
 """Where torch's engines, or torch below another, are known to break claims on CPU ranks. Without torch.
 
-The files next to this one have the deviations, read off runs with torch 2.13.
+The files next to this one have the deviations, read off runs with torch 2.13 and 2.15.
 """
 
 from __future__ import annotations
 
+import importlib.metadata
 import re
 import tomllib
 from dataclasses import dataclass
@@ -26,6 +27,7 @@ class Deviation:
         why: the reason, in a sentence.
         cases: patterns of cases of `run_subtests`; None if the test fails as a whole.
         issue: number of the issue in pytorch/pytorch.
+        before: the version of torch, as in "2.15", from which on the engine holds them.
         run: whether to try at all; a world that hangs costs time each time.
     """
 
@@ -33,12 +35,17 @@ class Deviation:
     why: str
     cases: tuple[str, ...] | None = None
     issue: int | None = None
+    before: str | None = None
     run: bool = True
 
     @property
     def reason(self) -> str:
         """The reason that reports give."""
         return f"{self.why} (pytorch#{self.issue})" if self.issue else self.why
+
+    def is_of(self, torch: str) -> bool:
+        """Return whether this version of torch is meant."""
+        return self.before is None or _release(torch) < _release(self.before)
 
     def is_about(self, claim: str) -> bool:
         """Return whether the test of this node id is meant, or cases of it."""
@@ -47,6 +54,10 @@ class Deviation:
     def is_about_case(self, case: str) -> bool:
         """Return whether this case, of a test that is meant, is meant too."""
         return any(_fits(case, pattern) for pattern in self.cases or ())
+
+
+def _release(version: str) -> tuple[int, ...]:
+    return tuple(map(int, version.split(".")[:2]))
 
 
 def _fits(text: str, pattern: str) -> bool:
@@ -94,13 +105,15 @@ _TABLES_OF = {
 
 
 def _read_tables() -> dict[str, tuple[Deviation, ...]]:
-    """Return the deviations of each engine."""
+    """Return the deviations of each engine with the installed torch."""
     files = {
         path.stem: tomllib.loads(path.read_text("utf-8")) for path in Path(__file__).parent.glob("*.toml")
     }
     tables = {f"{file}.{name}": entries for file, arrays in files.items() for name, entries in arrays.items()}
+    torch = importlib.metadata.version("torch")
+    known = {name: [_deviation(**entry) for entry in entries] for name, entries in tables.items()}
     return {
-        engine: tuple(_deviation(**entry) for name in names for entry in tables[name])
+        engine: tuple(entry for name in names for entry in known[name] if entry.is_of(torch))
         for engine, names in _TABLES_OF.items()
     }
 

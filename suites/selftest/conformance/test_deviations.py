@@ -97,3 +97,9 @@ def test_the_shares_of_the_page_have_one_total() -> None:
 def test_a_reason_names_the_issue_if_there_is_one() -> None:
     assert Deviation(("test_a",), "it rounds").reason == "it rounds"
     assert Deviation(("test_a",), "it rounds", issue=7).reason == "it rounds (pytorch#7)"
+
+
+@pytest.mark.parametrize(("torch", "known"), [("2.9.1", True), ("2.14.0+cpu", True), ("2.15.0", False)])
+def test_a_deviation_may_end_with_a_version_of_torch(torch: str, known: bool) -> None:
+    assert Deviation(("test_a",), "it rounds", before="2.15").is_of(torch) is known
+    assert Deviation(("test_a",), "it rounds").is_of(torch)
