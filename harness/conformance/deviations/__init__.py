@@ -27,7 +27,8 @@ class Deviation:
         why: the reason, in a sentence.
         cases: patterns of cases of `run_subtests`; None if the test fails as a whole.
         issue: number of the issue in pytorch/pytorch.
-        before: the version of torch, as in "2.15", from which on the engine holds them.
+        since: the first version of torch, as in "2.15", whose engine breaks them; None if all do.
+        before: the first version of torch whose engine holds them again.
         run: whether to try at all; a world that hangs costs time each time.
     """
 
@@ -35,6 +36,7 @@ class Deviation:
     why: str
     cases: tuple[str, ...] | None = None
     issue: int | None = None
+    since: str | None = None
     before: str | None = None
     run: bool = True
 
@@ -45,7 +47,9 @@ class Deviation:
 
     def is_of(self, torch: str) -> bool:
         """Return whether this version of torch is meant."""
-        return self.before is None or _release(torch) < _release(self.before)
+        release = _release(torch)
+        is_over = self.before is not None and release >= _release(self.before)
+        return not is_over and (self.since is None or release >= _release(self.since))
 
     def is_about(self, claim: str) -> bool:
         """Return whether the test of this node id is meant, or cases of it."""

@@ -99,7 +99,14 @@ def test_a_reason_names_the_issue_if_there_is_one() -> None:
     assert Deviation(("test_a",), "it rounds", issue=7).reason == "it rounds (pytorch#7)"
 
 
-@pytest.mark.parametrize(("torch", "known"), [("2.9.1", True), ("2.14.0+cpu", True), ("2.15.0", False)])
-def test_a_deviation_may_end_with_a_version_of_torch(torch: str, known: bool) -> None:
-    assert Deviation(("test_a",), "it rounds", before="2.15").is_of(torch) is known
+@pytest.mark.parametrize(
+    ("torch", "before", "since"),
+    [("2.9.1", True, False), ("2.14.0+cpu", True, False), ("2.15.0", False, True), ("2.16", False, True)],
+)
+def test_a_deviation_may_begin_or_end_with_a_version_of_torch(torch: str, before: bool, since: bool) -> None:
+    assert Deviation(("test_a",), "it rounds", before="2.15").is_of(torch) is before
+    assert Deviation(("test_a",), "it rounds", since="2.15").is_of(torch) is since
     assert Deviation(("test_a",), "it rounds").is_of(torch)
+    assert Deviation(("test_a",), "it rounds", since="2.10", before="2.15").is_of(torch) is (
+        torch[:4] == "2.14"
+    )
