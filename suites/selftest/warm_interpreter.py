@@ -1,9 +1,9 @@
 """The program of an interpreter that has imported torch and pytest, and is forked for sessions under test.
 
-A session finds nothing else imported, but for `OF_SESSIONS` and what `IMPORTED` names; directory,
-environment, arguments and descriptors are as `python -m` has them. The server of its ranks, workers of
-pytest-xdist and processes that it spawns are forks, too: of a fork that was made before the session ran
-anything, as new interpreters have nothing of it either. Standard library only until it is a program.
+A session finds imported what `OF_SESSIONS` and `IMPORTED` name, and nothing else; directory, environment,
+arguments and descriptors are as `python -m` has them. The server of its ranks, workers of pytest-xdist and
+processes that it spawns are forks, too: of a fork that was made before the session ran anything, as new
+interpreters have nothing of it either. Standard library only until it is a program.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ OF_SESSIONS = (
     *("lockstep.controller.plugin", "lockstep.controller.option_checks", "lockstep.reporting.summary"),
     *("lockstep.rank.session", "lockstep.recorders", "xml.etree.ElementTree", "pdb"),
 )
-"""What every session imports, its server or its ranks; and so do they the plugins of all features."""
+"""What every session imports, or its server and its ranks do; as they do the plugins of all features."""
 REPEATED = "lockstep.launch.server"
 """The module of these that does its work as it is imported, in the server."""
 HIGH = 500
@@ -72,8 +72,9 @@ def at_start(environ: Mapping[str, str]) -> dict[str, str]:
 def _import(names: Sequence[str]) -> None:
     for name in names:
         importlib.import_module(name)
-    for made in weakref.finalize._registry.values():  # by torch, for each operator
-        made.atexit = False
+    # Torch makes one for each operator, which are an eighth of the time of a session.
+    for finalizer in weakref.finalize._registry.values():
+        finalizer.atexit = False
     gc.freeze()
 
 
