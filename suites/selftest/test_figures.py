@@ -26,10 +26,6 @@ BY_HAND = {
     ("reference/claims.md", "A seed chooses other mutants"): NOT_AGAIN,
     ("reference/claims.md", "| verdict | as printed |"): NOT_AGAIN_YET,
     ("reference/claims.md", "| room | killed |"): NOT_AGAIN_YET,
-    ("reference/layouts.md", "`python benchmarks/layouts.py`: the plans"): NOT_AGAIN_YET,
-    ("reference/layouts.md", "| plan | backend |"): NOT_AGAIN_YET,
-    ("reference/layouts.md", "| | all | of those 20 |"): NOT_AGAIN_YET,
-    ("reference/schedules.md", "| race | plain runs that fail"): NOT_AGAIN_YET,
 }
 
 CODE = re.compile(r"^(```|~~~).*?^\1$", re.MULTILINE | re.DOTALL)
