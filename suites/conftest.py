@@ -209,9 +209,7 @@ class ComposableFront(Front):
     def shard(self, bare, units=None, precision=None, offload=False, **settings):
         """Shard the units, inner before outer, and then the model."""
         if precision is not None:
-            # Without a dtype torch 2.15 reduces in that of the parameters, and not in that of computation.
-            reduced = precision.reduce_dtype or precision.param_dtype
-            settings |= self.precision(precision.param_dtype, reduced)
+            settings |= self.precision(precision.param_dtype, precision.reduction_dtype)
         if offload:
             settings["offload_policy"] = self.engine.composable.CPUOffloadPolicy()
         units = getattr(bare, "units", ()) if units is None else units

@@ -37,6 +37,14 @@ class Precision:
     cast_root_forward_inputs: bool = True
     full_precision_classes: tuple[type[nn.Module], ...] | None = None
 
+    @property
+    def reduction_dtype(self) -> torch.dtype | None:
+        """The dtype of gradients while they are reduced; None if they have that of their parameters.
+
+        For policies of torch 2.15, where `fully_shard` without `reduce_dtype` leaves out `param_dtype`.
+        """
+        return self.reduce_dtype or self.param_dtype
+
 
 @dataclass(frozen=True)
 class ShardSpec:

@@ -106,8 +106,8 @@ class MixedPrecisionPolicy:
 
     Attributes:
         param_dtype: As in `MixedPrecision`.
-        reduce_dtype: As in `MixedPrecision`; torch 2.15 takes the original dtype where it is None. Gradients
-            are also accumulated in it.
+        reduce_dtype: As in `MixedPrecision`, where None means `param_dtype` first; in torch 2.15 it means the
+            original dtype. Gradients are also accumulated in it.
         output_dtype: Dtype of floating-point results of the modules; None leaves them.
         cast_forward_inputs: Cast floating-point arguments to `param_dtype`, also inside dataclasses.
     """

@@ -473,7 +473,7 @@ def check_in_low_precision(world, engine, batches, fronts):
         model = fronts[front].shard(copy.deepcopy(bare), precision=precision)
         sgd = partial(torch.optim.SGD, lr=0.01)
         optimizers = [sgd(bare.parameters()), fronts[front].optimizer(model, sgd)]
-        wire = precision.reduce_dtype or precision.param_dtype
+        wire = precision.reduction_dtype
         for step in range(2):
             computed = copy.deepcopy(bare).to(precision.param_dtype or F32)
             computed(make(step)).float().square().mean().backward()

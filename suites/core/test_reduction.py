@@ -145,7 +145,10 @@ def test_a_function_may_withhold_a_gradient(world, front):
 
 @pytest.fixture
 def storages(monkeypatch, world):
-    """Return those of all tensors on the device that Python knows of, by address; they live as long as it."""
+    """Return a function: the storages of all tensors on the device that Python knows of, by address.
+
+    Kept, it keeps them alive: no address in it is used again.
+    """
     # It would fill the memory with NaN and hold it.
     monkeypatch.delenv("LOCKSTEP_ENGINE_DEBUG", raising=False)
 
@@ -159,9 +162,9 @@ def storages(monkeypatch, world):
 
 @pytest.fixture
 def held(storages):
-    """Return the bytes of storages that were not there `before`, less `known` ones, once below a limit.
+    """Return a function: the bytes of storages that were not there `before`, less `known` bytes.
 
-    A thread of the backend may hold for some time what it has sent: 2 s are given to it.
+    A thread of the backend may hold for some time what it has sent: it has 2 s to come `below` a limit.
     """
 
     def held(before, known, below):

@@ -76,7 +76,7 @@ found = {
 pids = {"pid": os.getpid(), "parent": os.getppid(), "above": parent(os.getppid())}
 
 def pytest_sessionfinish():
-    found["lockstep"] = [name for name in sys.modules if name.startswith("lockstep.")]
+    found["lockstep"] = [name for name in sys.modules if name.startswith(("lockstep.", "suites"))]
     with open(f"found-{worker}-{rank}.json", "w") as file:
         json.dump([found, pids], file)
 """
@@ -106,7 +106,11 @@ def test_what_a_warm_session_starts_finds_what_it_does_in_a_new_one(
     warm = found_by_each(project, fresh=False)
     modules = {name for process in PROCESSES for name in new[process]["lockstep"]}
     for name in PROCESSES:
-        imported = {*warm[name].pop("lockstep"), REPEATED}
+        imported = {*warm[name].pop("lockstep")}
+        if (
+            name == "found-gw0-None"
+        ):  # was started as a server is, and has imported what it needs of it before
+            imported.add(REPEATED)
         assert {*new[name].pop("lockstep")} <= imported <= modules, name
         assert warm[name] == new[name], name
 

@@ -1,7 +1,7 @@
-"""The program of an interpreter that has imported torch and pytest, and is forked for sessions under test.
+"""The program of an interpreter that has imported the harness, and is forked for sessions under test.
 
-A session finds imported what `OF_SESSIONS` and `IMPORTED` name, and nothing else; directory, environment,
-arguments and descriptors are as `python -m` has them. The server of its ranks, workers of pytest-xdist and
+A session finds imported what `OF_SESSIONS` and `IMPORTED` name; directory, environment, arguments and
+descriptors are as `python -m` has them. The server of its ranks, workers of pytest-xdist and
 processes that it spawns are forks, too: of a fork that was made before the session ran anything, as new
 interpreters have nothing of it either. Standard library only until it is a program.
 """
@@ -55,9 +55,9 @@ OF_SESSIONS = (
     *("lockstep.controller.plugin", "lockstep.controller.option_checks", "lockstep.reporting.summary"),
     *("lockstep.rank.session", "lockstep.recorders", "xml.etree.ElementTree", "pdb"),
 )
-"""What every session imports, or its server and its ranks do; as they do the plugins of all features."""
+"""What each session imports, itself or in the server of its ranks, besides torch, pytest and all plugins."""
 REPEATED = "lockstep.launch.server"
-"""The module of these that does its work as it is imported, in the server."""
+"""Imported with these; in the server it works while it is imported, so it is imported there again."""
 HIGH = 500
 """The least number of a received descriptor, until it gets the one that it had in the session."""
 
@@ -72,7 +72,7 @@ def at_start(environ: Mapping[str, str]) -> dict[str, str]:
 def _import(names: Sequence[str]) -> None:
     for name in names:
         importlib.import_module(name)
-    # Torch makes one for each operator, which are an eighth of the time of a session.
+    # To run torch's, one for each operator, takes an eighth of the time of a session.
     for finalizer in weakref.finalize._registry.values():
         finalizer.atexit = False
     gc.freeze()
@@ -283,6 +283,7 @@ def _become_program(
 
 
 if __name__ == "__main__":
-    _import(["pytest", "torch", *OF_SESSIONS])
-    _import([*importlib.import_module("lockstep.features").plugin_names()])
+    from lockstep.features import plugin_names
+
+    _import(["pytest", "torch", *OF_SESSIONS, *plugin_names()])
     _serve(socket.socket(fileno=int(sys.argv[1])))

@@ -146,7 +146,8 @@ class _Application:
                 continue
             if isinstance(module, precise):
                 low = spec.precision and spec.precision.param_dtype
-                policy = self.front.MixedPrecisionPolicy(param_dtype=torch.float32, output_dtype=low)
+                full = torch.float32
+                policy = self.front.MixedPrecisionPolicy(full, reduce_dtype=full, output_dtype=low)
                 self._wrap(module, kept, policy)
             elif module in units:
                 self._wrap(module, kept, self._policy(name, is_root=False), self._mesh(name))
@@ -171,9 +172,11 @@ class _Application:
         if precision is None:
             return self.front.MixedPrecisionPolicy()
         casts = precision.cast_root_forward_inputs if is_root else precision.cast_forward_inputs
-        # Without a dtype torch 2.15 reduces in that of the parameters, and not in that of computation.
-        reduced = precision.reduce_dtype or precision.param_dtype
-        return self.front.MixedPrecisionPolicy(precision.param_dtype, reduced, cast_forward_inputs=casts)
+        return self.front.MixedPrecisionPolicy(
+            param_dtype=precision.param_dtype,
+            reduce_dtype=precision.reduction_dtype,
+            cast_forward_inputs=casts,
+        )
 
     def _mesh(self, name: str) -> DeviceMesh | None:
         groups = self.spec.unit_groups.get(name) or self.spec.process_group

@@ -21,15 +21,18 @@ __all__ = ["Deviation", "expand", "known_deviations"]
 class Deviation:
     """A strict expected failure: where the engine holds one of these claims after all, the run fails.
 
+    What `since` and `before` name is the first version of torch that was run and differs: PyTorch's engines
+    were with 2.13 and 2.15, and not with 2.14.
+
     Attributes:
         claims: patterns of node ids below the folder of suites, without the engine's name. In patterns `*`
             matches any text, and all else itself.
         why: the reason, in a sentence.
         cases: patterns of cases of `run_subtests`; None if the test fails as a whole.
         issue: number of the issue in pytorch/pytorch.
-        since: the first version of torch, as in "2.15", whose engine breaks them; None if all do.
-        before: the first version of torch whose engine holds them again.
-        run: whether to try at all; a world that hangs costs time each time.
+        since: version of torch, as in "2.15": older engines hold the claims.
+        before: version of torch: from it on engines hold them.
+        run: whether to try at all, not for a world that hangs, or a claim that is held at times.
     """
 
     claims: tuple[str, ...]
@@ -46,7 +49,7 @@ class Deviation:
         return f"{self.why} (pytorch#{self.issue})" if self.issue else self.why
 
     def is_of(self, torch: str) -> bool:
-        """Return whether this version of torch is meant."""
+        """Return whether it is known of this version of torch."""
         release = _release(torch)
         is_over = self.before is not None and release >= _release(self.before)
         return not is_over and (self.since is None or release >= _release(self.since))
@@ -109,15 +112,13 @@ _TABLES_OF = {
 
 
 def _read_tables() -> dict[str, tuple[Deviation, ...]]:
-    """Return the deviations of each engine with the installed torch."""
+    """Return the deviations of each engine."""
     files = {
         path.stem: tomllib.loads(path.read_text("utf-8")) for path in Path(__file__).parent.glob("*.toml")
     }
     tables = {f"{file}.{name}": entries for file, arrays in files.items() for name, entries in arrays.items()}
-    torch = importlib.metadata.version("torch")
-    known = {name: [_deviation(**entry) for entry in entries] for name, entries in tables.items()}
     return {
-        engine: tuple(entry for name in names for entry in known[name] if entry.is_of(torch))
+        engine: tuple(_deviation(**entry) for name in names for entry in tables[name])
         for engine, names in _TABLES_OF.items()
     }
 
@@ -127,8 +128,14 @@ def _deviation(claims: list[str], why: str, cases: list[str] | None = None, **ot
 
 
 _TABLES = _read_tables()
+_TORCH = importlib.metadata.version("torch")
 
 
 def known_deviations(engine: str | None, claim: str) -> tuple[Deviation, ...]:
-    """Return what is known of `engine` and the test of this node id."""
-    return tuple(found for found in _TABLES.get(engine or "", ()) if found.is_about(claim))
+    """Return what is known of `engine`, with the installed torch, and the test of this node id."""
+    return tuple(found for found in _known_of(engine or "", _TORCH) if found.is_about(claim))
+
+
+@cache
+def _known_of(engine: str, torch: str) -> tuple[Deviation, ...]:
+    return tuple(found for found in _TABLES.get(engine, ()) if found.is_of(torch))

@@ -100,13 +100,28 @@ def test_a_reason_names_the_issue_if_there_is_one() -> None:
 
 
 @pytest.mark.parametrize(
-    ("torch", "before", "since"),
-    [("2.9.1", True, False), ("2.14.0+cpu", True, False), ("2.15.0", False, True), ("2.16", False, True)],
+    ("torch", "before", "since", "between"),
+    [
+        ("2.9.1", True, False, False),
+        ("2.14.0+cpu", True, False, True),
+        ("2.15.0", False, True, False),
+        ("2.16", False, True, False),
+    ],
 )
-def test_a_deviation_may_begin_or_end_with_a_version_of_torch(torch: str, before: bool, since: bool) -> None:
-    assert Deviation(("test_a",), "it rounds", before="2.15").is_of(torch) is before
-    assert Deviation(("test_a",), "it rounds", since="2.15").is_of(torch) is since
-    assert Deviation(("test_a",), "it rounds").is_of(torch)
-    assert Deviation(("test_a",), "it rounds", since="2.10", before="2.15").is_of(torch) is (
-        torch[:4] == "2.14"
-    )
+def test_a_deviation_may_begin_or_end_with_a_version_of_torch(
+    torch: str, before: bool, since: bool, between: bool
+) -> None:
+    def known(**versions: str) -> bool:
+        return Deviation(("test_a",), "it rounds", **versions).is_of(torch)
+
+    assert known()
+    assert known(before="2.15") is before
+    assert known(since="2.15") is since
+    assert known(since="2.10", before="2.15") is between
+
+
+def test_what_is_known_is_of_the_installed_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    claim = "core/test_states.py::test_evaluation_and_inference_mode_leave_training_possible[NO_SHARD-flat]"
+    for torch, known in (("2.13.0+cpu", True), ("2.15.0", False)):
+        monkeypatch.setattr(deviations, "_TORCH", torch)
+        assert bool(deviations.known_deviations("torch-fsdp2", claim)) is known
