@@ -107,9 +107,7 @@ def test_what_a_warm_session_starts_finds_what_it_does_in_a_new_one(
     modules = {name for process in PROCESSES for name in new[process]["lockstep"]}
     for name in PROCESSES:
         imported = {*warm[name].pop("lockstep")}
-        if (
-            name == "found-gw0-None"
-        ):  # was started as a server is, and has imported what it needs of it before
+        if name == "found-gw0-None":  # is started as a server is
             imported.add(REPEATED)
         assert {*new[name].pop("lockstep")} <= imported <= modules, name
         assert warm[name] == new[name], name
