@@ -104,12 +104,14 @@ class LeakGuard:
         if left.threads or left.files or left.segments:
             gc.collect()
             left = left.of_tests(self._segments)
-        until = time.monotonic() + SETTLE_WITHIN
-        # Files, too: the thread that answers the controller opens and closes some at any time.
+        until, opened = time.monotonic() + SETTLE_WITHIN, {fd: _link_of(fd) for fd in left.files}
+        # Files, too: the thread that answers the controller opens and closes some at any time, one after the
+        # other under the same number.
         while (left.children or left.threads or left.files) and time.monotonic() < until:
             time.sleep(POLL_EVERY)
             _reap(left.children)
             left = (left & self.capture()).of_tests(self._segments)
+            left = left._replace(files=frozenset(fd for fd in left.files if _link_of(fd) == opened[fd]))
         return left
 
     def _new_children(self) -> set[int]:
@@ -296,6 +298,13 @@ def _files() -> frozenset[str]:
         return frozenset()
     os.close(mine)
     return frozenset(found) - {str(mine)}
+
+
+def _link_of(number: str) -> str:
+    """Return what the system writes for a descriptor: a path, or the number of a pipe or socket."""
+    with suppress(OSError):
+        return os.readlink(f"/proc/self/fd/{number}")
+    return ""
 
 
 def _name_of_file(number: str) -> str:

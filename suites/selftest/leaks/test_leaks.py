@@ -242,3 +242,22 @@ def test_a_file_that_another_thread_closes_soon_is_no_leak(
     watch = LeakGuard.__new__(LeakGuard)
     watch._policy, watch._segments = "warn", set()
     assert not watch._settle(OpenResources(files=frozenset({str(file)})))
+
+
+def test_files_that_another_thread_opens_one_after_the_other_are_no_leak(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """As where it reads the sources of a traceback: each has the number of the last."""
+    file = os.open(tmp_path / "first", os.O_CREAT)
+
+    def open_the_next(seconds: float) -> None:
+        os.close(file)
+        assert os.open(tmp_path / "second", os.O_CREAT) == file
+
+    moments = iter((0.0, 0.0, 1.0))
+    clock = SimpleNamespace(monotonic=lambda: next(moments), sleep=open_the_next)
+    monkeypatch.setattr(leaks, "time", clock)
+    watch = LeakGuard.__new__(LeakGuard)
+    watch._policy, watch._segments = "warn", set()
+    assert not watch._settle(OpenResources(files=frozenset({str(file)})))
+    os.close(file)
