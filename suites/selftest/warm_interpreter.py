@@ -26,7 +26,6 @@ import tempfile
 import threading
 import time
 import types
-import weakref
 from collections.abc import Mapping, Sequence
 from multiprocessing import util
 from pathlib import Path
@@ -72,9 +71,6 @@ def at_start(environ: Mapping[str, str]) -> dict[str, str]:
 def _import(names: Sequence[str]) -> None:
     for name in names:
         importlib.import_module(name)
-    # To run torch's, one for each operator, takes an eighth of the time of a session.
-    for finalizer in weakref.finalize._registry.values():
-        finalizer.atexit = False
     gc.freeze()
 
 
