@@ -44,13 +44,6 @@ class Backend:
         """Return the store that a group must be made with; None for any."""
         return None
 
-    def prepare(self, recorded: int) -> None:
-        """Prepare this process before it joins a group.
-
-        Args:
-            recorded: how many collectives the flight recorder keeps.
-        """
-
     def barrier(self, group: dist.ProcessGroup, device: Any) -> None:
         """Wait until all ranks of the group are here."""
         import torch.distributed as dist

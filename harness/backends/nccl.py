@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-
 from lockstep.backends.backend import AcceleratorBackend
 
 
@@ -12,10 +10,6 @@ class Nccl(AcceleratorBackend):
 
     def __init__(self) -> None:
         super().__init__("nccl", "cuda")
-
-    def prepare(self, recorded: int) -> None:
-        # nccl's own name of the size of the flight recorder, of old; torch warns of it.
-        os.environ.setdefault("TORCH_NCCL_TRACE_BUFFER_SIZE", str(recorded))
 
     def abort(self, is_of_world: bool) -> None:
         import torch.distributed as dist
