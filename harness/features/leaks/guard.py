@@ -171,10 +171,13 @@ class OpenResources(NamedTuple):
         Args:
             made: names of the segments that this process has made.
         """
+        of_torch = set(filter(_is_of_torch, self.children))
+        # The pipes to its compile worker, of which the rank keeps both ends.
+        pipes = {_link_of(fd, pid) for pid in of_torch for fd in _listing(f"/proc/{pid}/fd")}
         return OpenResources(
-            frozenset(pid for pid in self.children if is_running(pid) and not _is_of_torch(pid)),
+            frozenset(pid for pid in self.children - of_torch if is_running(pid)),
             frozenset(thread for thread in self.threads if thread.is_alive() and not _is_service(thread)),
-            frozenset(fd for fd in self.files if _name_of_file(fd)),
+            frozenset(fd for fd in self.files if _name_of_file(fd) and _link_of(fd) not in pipes),
             frozenset(name for name in self.segments if _is_ours(name, made)),
         )
 
@@ -220,6 +223,13 @@ class FreedMemory:
         if self._figures is None:
             return 0
         return int(os.pread(self._figures, 100, 0).split()[1]) * mmap.PAGESIZE
+
+
+def _listing(path: str) -> frozenset[str]:
+    try:
+        return frozenset(os.listdir(path))
+    except OSError:
+        return frozenset()
 
 
 # Processes
@@ -300,10 +310,10 @@ def _files() -> frozenset[str]:
     return frozenset(found) - {str(mine)}
 
 
-def _link_of(number: str) -> str:
+def _link_of(number: str, process: int | str = "self") -> str:
     """Return what the system writes for a descriptor: a path, or the number of a pipe or socket."""
     with suppress(OSError):
-        return os.readlink(f"/proc/self/fd/{number}")
+        return os.readlink(f"/proc/{process}/fd/{number}")
     return ""
 
 
@@ -344,13 +354,6 @@ def _address(address: Any) -> str:
 
 
 # Shared memory
-
-
-def _listing(path: str) -> frozenset[str]:
-    try:
-        return frozenset(os.listdir(path))
-    except OSError:
-        return frozenset()
 
 
 def _is_ours(segment: str, made: set[str]) -> bool:

@@ -15,7 +15,7 @@ import pytest
 
 from lockstep.features.leaks import guard as leaks
 from lockstep.features.leaks.guard import LeakGuard, OpenResources
-from suites.selftest.project import PROJECTS, WITHOUT_PLUGINS, copy_project, line_of, wait_for
+from suites.selftest.project import PROJECTS, WITHOUT_PLUGINS, Project, copy_project, line_of, wait_for
 from suites.selftest.warm_pytest import run_module
 
 SAMPLES = PROJECTS / "leaking"
@@ -231,6 +231,22 @@ def test_an_unknown_policy_is_a_usage_error(pytester: pytest.Pytester) -> None:
     pytester.makeini("[pytest]\nranks_leaks = fail")
     with pytest.raises(pytest.UsageError, match=r"^ranks_leaks = 'fail': choose warn, error, off$"):
         pytester.parseconfigure()
+
+
+def test_the_compile_worker_of_torch_and_its_pipes_are_no_leak(project: Project) -> None:
+    """Where inductor compiles for a GPU, it has one, and keeps both ends of two pipes to it."""
+    project.write("""
+from torch._inductor.compile_worker.subproc_pool import SubprocPool
+
+def test_starts_it(world):
+    SubprocPool.kept = SubprocPool(1)
+
+def test_comes_after_it(world):
+    pass
+""")
+    output = project.run()
+    assert "2 passed" in output
+    assert "left behind" not in output
 
 
 def test_a_file_that_another_thread_closes_soon_is_no_leak(
