@@ -21,6 +21,8 @@ from lockstep.world.diagnosis import place_of
 from lockstep.world.outcome import STRICT_XPASS, Died, Stuck
 
 _GLOO_RECEIVED_TOO_MUCH = re.compile(r"op\.preamble\.length <= op\.nbytes\. (\d+) vs (\d+)")
+_ASSERTION = re.compile(r"Assertion [`'].+['`] failed")
+"""Matches what an assertion in C or in a kernel of an accelerator has written."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,6 +130,8 @@ def _death(context: Context, rank: int, died: Died) -> Problem:
         # The check by which gloo aborts a process that receives more than its buffer holds.
         sizes = f"gloo received {match[1]} bytes where it expected {match[2]}"
         why += f" ({sizes}: shapes or dtypes differ between ranks)"
+    elif match := _ASSERTION.search(died.output):
+        why += f" ({match[0]})"
     if died.importing:
         why += f" while importing {_relative(context, died.importing)}"
     where = user_line(died.output, str(context.item.config.invocation_params.dir))

@@ -15,6 +15,16 @@ def test_a_death_at_import_names_the_file(project: Project) -> None:
     assert "\nrank 1 of 2 died: SIGKILL while importing test_sample.py\n" in project.run()
 
 
+def test_the_assertion_that_has_aborted_a_rank_is_shown(project: Project) -> None:
+    written = 'index.cu:1: block: [0,0,0] Assertion `-n <= index && "index out of bounds"` failed.'
+    code = f"os.write(2, {written.encode()!r}); os.abort()"
+    project.write(
+        f"import os\ndef test_aborts(world):\n    if world.rank == 1:\n        {code}\n    world.barrier()\n"
+    )
+    shown = 'SIGABRT (Assertion `-n <= index && "index out of bounds"` failed)'
+    assert f"\nrank 1 of 2 died: {shown}" in project.run()
+
+
 def test_a_test_that_all_ranks_leave_has_a_duration(project: Project) -> None:
     project.write("import os, time\ndef test_leaves(world):\n    time.sleep(0.5)\n    os._exit(3)\n")
     output = project.run("--durations=1")
