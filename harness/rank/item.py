@@ -216,6 +216,8 @@ class StateGuard:
         now = self._last = RankState.capture()
         if not self._has_group:  # the groups that a test makes there are expected; they end
             now = replace(now, process_groups=now.process_groups & baseline.process_groups)
+        if raised:  # the harness has aborted its groups, and of nccl torch has none then
+            now = replace(now, process_groups=now.process_groups | baseline.process_groups)
         left = self._streams.take_notes()
         if now != baseline:
             left = [*baseline.changes(now), *left]

@@ -185,8 +185,9 @@ class CrashReports:
 
 # Everything
 
-# Pytest's own, rewritten at every phase of every test, and what torch sets when it imports its compiler.
-_NOT_STATE = {b"PYTEST_CURRENT_TEST", b"TORCHINDUCTOR_CACHE_DIR"}
+# Pytest's own, rewritten at every phase of every test, and what torch sets when it imports its compiler,
+# or compiles for a GPU.
+_NOT_STATE = {b"PYTEST_CURRENT_TEST", b"TORCHINDUCTOR_CACHE_DIR", b"TRITON_PTXAS_PATH"}
 
 
 @dataclass(frozen=True, slots=True)

@@ -48,3 +48,12 @@ def test_what_pytest_and_torch_set_by_themselves_is_no_state(
     monkeypatch.setenv(name, "set in a test")
     monkeypatch.setenv("OF_A_USER", "set in a test")
     assert {*RankState.capture().environ} - {*before} == {os.fsencode("OF_A_USER")}
+
+
+def test_a_group_that_is_gone_after_a_failure_is_not_reported(project: Project) -> None:
+    """The harness aborts the groups of a rank that fails, and torch forgets those of nccl."""
+    fail = "import torch.distributed as dist\n\ndef test_fails(world):\n    dist.destroy_process_group()\n    assert 0\n"
+    project.write(f"{fail}\ndef test_after(world):\n    world.barrier()\n")
+    output = project.run()
+    assert "1 failed, 1 passed in" in output
+    assert "left behind" not in output
