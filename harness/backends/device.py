@@ -16,6 +16,8 @@ if TYPE_CHECKING:
 CPU = "cpu"
 _VARIABLES = {"cuda": "CUDA_VISIBLE_DEVICES", "xpu": "ZE_AFFINITY_MASK", "npu": "ASCEND_RT_VISIBLE_DEVICES"}
 """The variable that says which devices of a type a process sees; processes see all of any other type."""
+AUTOCAST = ("cpu", "cuda", "xpu")
+"""The types of device whose autocast torch knows without a package of their maker."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,6 +100,30 @@ class Device:
     def seed(self, seed: int) -> None:
         """Seed the generators of all devices of this type."""
         self._module.manual_seed_all(seed)
+
+    def synchronize(self) -> None:
+        """Wait until the current device has nothing left to do.
+
+        Raises:
+            RuntimeError: of what this process has queued there; of some errors the process does not recover.
+        """
+        self._call("synchronize")
+
+    def stream(self) -> Any:
+        """Return the current stream, which names its device; None where the type has none."""
+        return self._call("current_stream")
+
+    def use_stream(self, stream: Any) -> None:
+        """Make a stream the current one, and its device the current device."""
+        self._call("set_stream", stream)
+
+    def forget_peak(self) -> None:
+        """Let the peak of memory be that of now."""
+        self._call("reset_peak_memory_stats")
+
+    def _call(self, name: str, *arguments: Any) -> Any:
+        function = getattr(self._module, name, None)  # not every maker's module has all
+        return None if function is None else function(*arguments)
 
     def is_used(self) -> bool:
         """Return whether this process has used one, as far as torch knows."""

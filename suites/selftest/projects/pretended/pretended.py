@@ -22,6 +22,8 @@ class Module:
     """`torch.pretended`."""
 
     current = 0
+    failed = False
+    stream = "of old"
 
     def device_count(self):
         return int(os.environ.get("PRETENDED_COUNT", "2"))
@@ -44,6 +46,20 @@ class Module:
 
     def manual_seed_all(self, seed):
         note("seed", seed)
+
+    def synchronize(self):
+        """Raise, once a test has said so, as a GPU does after an assert in a kernel."""
+        if self.failed:
+            raise RuntimeError("pretended error: an assert in a kernel\nmore of it")
+
+    def current_stream(self):
+        return self.stream
+
+    def set_stream(self, stream):
+        self.stream = stream
+
+    def reset_peak_memory_stats(self):
+        note("peak")
 
 
 def empty(size, *, dtype=None, **_):

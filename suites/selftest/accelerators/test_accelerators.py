@@ -1,0 +1,131 @@
+"""The state that a test leaves on an accelerator, and of how torch computes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from suites.selftest.project import Project, Run, copy_project, run_pytest
+
+SETTINGS = {
+    "torch.set_float32_matmul_precision('high')": "float32 precision: cuda matmul, float32_matmul_precision",
+    "torch.backends.cuda.matmul.fp32_precision = 'tf32'": "float32 precision: cuda matmul",
+    "torch.backends.cudnn.allow_tf32 = False": "float32 precision: cuda conv, cuda rnn",
+    "torch.backends.cuda.enable_flash_sdp(False)": "attention backends: flash",
+    "torch.set_autocast_enabled('cpu', True)": "autocast: cpu",
+    "torch.set_autocast_dtype('cuda', torch.bfloat16)": "autocast: cuda",
+}
+READ = "from lockstep.features.accelerators.guard import ComputeState\n\n"
+
+
+def test_how_torch_computes_is_restored(project: Project) -> None:
+    tests = [
+        f"def test_{number}(world):\n    assert ComputeState.capture(None) == BEFORE\n    {code}\n"
+        for number, code in enumerate((*SETTINGS, "pass"))
+    ]
+    project.write(f"import torch\n{READ}BEFORE = ComputeState.capture(None)\n\n" + "\n\n".join(tests))
+    output = project.run()
+    assert f"{len(tests)} passed, {len(SETTINGS)} warnings" in output
+    for text in SETTINGS.values():
+        assert f"the test left behind {text}" in output
+
+
+def test_what_a_module_of_tests_sets_stays_for_it(project: Project) -> None:
+    project.write("""
+import pytest, torch
+
+@pytest.fixture(scope="module", autouse=True)
+def high():
+    torch.set_float32_matmul_precision("high")
+    yield
+    torch.set_float32_matmul_precision("highest")
+
+@pytest.mark.parametrize("number", range(2))
+def test_is_high(world, number):
+    assert torch.get_float32_matmul_precision() == "high"
+""")
+    output = project.run()
+    assert "2 passed" in output
+    assert "left behind" not in output
+
+
+QUEUED = """
+import pytest, torch
+
+pytestmark = pytest.mark.ranks(2)
+
+def test_queues_what_fails(world):
+    torch.pretended.failed = world.rank == 0
+
+def test_comes_after_that(world):
+    assert not torch.pretended.failed
+    world.barrier()
+
+def test_fails_itself(world):
+    torch.pretended.failed = world.rank == 0
+    assert world.rank == 1
+
+def test_comes_after_the_failure(world):
+    assert not torch.pretended.failed
+    world.barrier()
+
+@pytest.fixture
+def queued_at_the_end(world):
+    yield
+    torch.pretended.failed = world.rank == 1
+
+def test_tears_down(queued_at_the_end):
+    pass
+
+def test_comes_after_the_tear_down(world):
+    assert not torch.pretended.failed
+    world.barrier()
+
+def test_leaves_a_stream(world):
+    torch.pretended.stream = "new"
+
+def test_has_the_stream_of_before(world):
+    assert torch.pretended.stream == "of old"
+"""
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Run:
+    """A run on the device "pretended", whose work fails where a test says so."""
+    path = copy_project("pretended", tmp_path_factory.mktemp("pretended"))
+    (path / "test_pretended.py").write_text(QUEUED)
+    environ = {"PYTHONPATH": str(path), "PRETENDED_LOG": str(path / "log")}
+    return run_pytest(path, "--device=pretended", fresh=True, **environ)
+
+
+def test_a_test_fails_for_what_it_has_queued(run: Run) -> None:
+    assert "rank 0 of 2 failed" in run.failure("test_queues_what_fails")
+    text = "what the test has queued on the pretended device failed: pretended error: an assert in a kernel\n"
+    assert text in run.failure("test_queues_what_fails")
+
+
+@pytest.mark.parametrize("after", ["that", "the_failure", "the_tear_down"])
+def test_no_test_gets_a_device_that_is_lost(run: Run, after: str) -> None:
+    assert run.outcome(f"test_comes_after_{after}") == "passed"
+
+
+def test_a_tear_down_that_loses_the_device_is_named(run: Run) -> None:
+    assert run.outcome("test_tears_down") == "passed"
+    text = (
+        "left behind an error of its pretended device: pretended error: an assert in a kernel (the next test"
+    )
+    assert text in run.output
+
+
+def test_a_failure_names_the_device_once(run: Run) -> None:
+    assert run.output.count("left behind an error of its pretended device") == 1
+
+
+def test_the_stream_is_restored(run: Run) -> None:
+    assert run.outcome("test_has_the_stream_of_before") == "passed"
+    assert "left behind stream: new (was of old)" in run.output
+
+
+def test_the_peak_of_memory_is_that_of_the_test(run: Run) -> None:
+    assert (Path(run.path) / "log").read_text().count("0 peak\n") == 8
