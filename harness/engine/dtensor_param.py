@@ -46,10 +46,12 @@ class DTensorPlacement:
 
     def tensor(self, local: Tensor) -> DTensor:
         """Return the `DTensor` of which this rank holds `local`; shares its memory."""
-        stride = torch.empty(self.shape, device="meta").stride()
-        return DTensor.from_local(
-            _at_start(local), self.mesh, self.placements, run_check=False, shape=self.shape, stride=stride
+        meta = torch.empty(self.shape, dtype=local.dtype, device="meta")
+        about = DTensor.from_local(
+            meta, self.mesh, self.placements, run_check=False, shape=self.shape, stride=meta.stride()
         )
+        # `from_local` would copy what is offloaded to the device of the mesh.
+        return DTensor(_at_start(local).detach(), dtensor_spec(about), requires_grad=False)  # type: ignore[no-untyped-call]
 
     def leaf(self, unsharded: Tensor, trainable: bool) -> nn.Parameter:
         """Return the parameter that modules compute with, which lies in the memory of `unsharded`."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
+from itertools import chain
 from typing import TypeVar
 
 import torch
@@ -63,7 +64,8 @@ def fully_shard(
     Raises:
         ValueError, TypeError: For what cannot be sharded; the message says what, where, and the remedy.
     """
-    modules, mesh = _listed(module), _mesh(mesh, "fully_shard", most=2)
+    modules = _listed(module)
+    mesh = mesh_of(mesh, modules, "fully_shard", most=2)
     config = _config(modules, "fully_shard", mesh, mp_policy, offload_policy)
     ignored = ignored_parameters("fully_shard", ignored_params)
     config = replace(config, ignored=ignored, placement_fn=shard_placement_fn)
@@ -91,7 +93,8 @@ def replicate(
     As `fully_shard`, but parameters become `DTensor`s with Replicate, nothing is gathered, and the gradients
     of a group are averaged in one all-reduce.
     """
-    modules, mesh = _listed(module), _mesh(mesh, "replicate", most=1)
+    modules = _listed(module)
+    mesh = mesh_of(mesh, modules, "replicate", most=1)
     config = _config(modules, "replicate", mesh, mp_policy, offload_policy)
     _compose(modules, replace(config, ignored=ignored_parameters("replicate", ignored_params)), "Replicate")
     return module
@@ -162,13 +165,20 @@ def _refuse_modules(modules: Sequence[object], name: str) -> None:
             raise ValueError(f"{name}: {kind} has no forward of its own; pass the modules in it.")
 
 
-def _mesh(mesh: DeviceMesh | None, front: str, most: int) -> DeviceMesh:
+def mesh_of(mesh: DeviceMesh | None, modules: Sequence[nn.Module], front: str, most: int) -> DeviceMesh:
+    """Return the mesh of a front that is given `mesh`: by default all ranks, on the device of parameters.
+
+    Raises:
+        RuntimeError, TypeError, ValueError: there is none, or it has other axes.
+    """
     if not dist.is_initialized():
         raise RuntimeError(f"{front} needs a process group: call torch.distributed.init_process_group first.")
     if mesh is None:
         world = dist.group.WORLD
         assert world is not None
-        return DeviceMesh.from_group(world, device_of((), world).type)
+        given = (module for module in modules if isinstance(module, nn.Module))  # others are refused later
+        parameters = chain.from_iterable(module.parameters() for module in given)
+        return DeviceMesh.from_group(world, device_of(parameters, world).type)
     if not isinstance(mesh, DeviceMesh):
         raise TypeError(f"{front}: mesh must be a DeviceMesh, got {type(mesh).__name__}")
     if mesh.ndim > most:

@@ -4,13 +4,15 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import Shard, distribute_tensor
+from torch._subclasses import FakeTensorMode
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from lockstep.engine import fully_shard
-from lockstep.engine.dtensor_param import divides_alike
+from lockstep.engine.dtensor_param import DTensorPlacement, divides_alike
+from lockstep.engine.fully_shard import mesh_of
 
 NAMES = ("data", "tensor", "inner")
 
@@ -66,3 +68,25 @@ def test_a_dim_that_no_placement_describes_is_refused(weight_of_rank, shape, siz
 
 def test_one_or_two_shards_of_one_axis_always_have_a_placement():
     assert all(divides_alike(size, [parts], n) for size in range(40) for parts in range(1, 9) for n in (1, 2))
+
+
+@pytest.mark.parametrize("placement", [Replicate(), Shard(0)])
+def test_an_offloaded_piece_is_shown_where_it_lies(placement):
+    """The optimizer steps the shard itself, also where the mesh is of GPUs."""
+    mesh = DeviceMesh("cuda", torch.arange(2), _init_backend=False, _rank=0)
+    piece = torch.arange(4.0)
+    shown = DTensorPlacement(mesh, [placement], torch.Size([8])).tensor(piece)
+    assert (shown.shape, shown.stride(), shown.dtype, shown.device.type) == ((8,), (1,), torch.float32, "cpu")
+    shown.to_local().add_(1.0)
+    assert piece.tolist() == [1.0, 2.0, 3.0, 4.0]
+
+
+@pytest.mark.ranks(2)
+def test_a_mesh_by_default_is_of_the_device_of_the_parameters(world, monkeypatch):
+    """Under gloo they may be on GPUs, too."""
+    model = nn.Module()
+    with FakeTensorMode():
+        model.weight = nn.Parameter(torch.empty(2, device="cuda:0"))
+    monkeypatch.setattr(DeviceMesh, "from_group", lambda group, device_type: device_type)
+    assert mesh_of(None, [model], "fully_shard", 2) == "cuda"
+    assert mesh_of(None, [nn.Linear(2, 2)], "fully_shard", 2) == "cpu"
