@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Self
 
@@ -18,7 +18,7 @@ from lockstep.rank.state import Snapshot
 
 __tracebackhide__ = True
 
-_ATTENTION = {
+_ATTENTION: dict[str, tuple[Callable[[], bool], Callable[[bool], None]]] = {
     "flash": (cuda.flash_sdp_enabled, cuda.enable_flash_sdp),
     "mem_efficient": (cuda.mem_efficient_sdp_enabled, cuda.enable_mem_efficient_sdp),
     "math": (cuda.math_sdp_enabled, cuda.enable_math_sdp),
@@ -96,7 +96,7 @@ def _error_of(device: Device) -> str:
 class ComputeState(Snapshot):
     """The settings by which torch computes in this process, and the current stream."""
 
-    float32_precision: dict[str, str]
+    float32_precision: dict[str, Any]
     attention_backends: dict[str, bool]
     autocast: dict[str, tuple[bool, torch.dtype]]
     stream: Any

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Callable
+from typing import Any
 
 import torch
 
@@ -12,23 +14,29 @@ _PLACES = {"all": ("generic", "all")} | {
     for backend, operators in _OPERATORS.items()
     for operator in operators
 }
-_MATMUL = "float32_matmul_precision"
+# Two settings of old, which set some of those, and count beside them.
+_OF_OLD: dict[str, tuple[Callable[[], Any], Callable[[Any], None]]] = {
+    "float32_matmul_precision": (torch.get_float32_matmul_precision, torch.set_float32_matmul_precision),
+    "cudnn allow_tf32": (torch._C._get_cudnn_allow_tf32, torch._C._set_cudnn_allow_tf32),
+}
 
 
-def float32_precision() -> dict[str, str]:
-    """Return the precision of float32 by backend and operator, and that of `set_float32_matmul_precision`.
+def float32_precision() -> dict[str, Any]:
+    """Return the precision of float32 by backend and operator, and what is set in the ways of old.
 
     If it moves: what the properties `fp32_precision` of `torch.backends` read.
     """
     found = {name: torch._C._get_fp32_precision_getter(*place) for name, place in _PLACES.items()}
-    with contextlib.suppress(RuntimeError):  # torch refuses to say where both ways of setting it were used
-        found[_MATMUL] = torch.get_float32_matmul_precision()
+    for name, (get, _) in _OF_OLD.items():
+        with contextlib.suppress(RuntimeError):  # torch refuses to say where both ways were used
+            found[name] = get()
     return found
 
 
-def set_float32_precision(precision: dict[str, str]) -> None:
+def set_float32_precision(precision: dict[str, Any]) -> None:
     """Set what `float32_precision` returned, where `torch.backends.disable_global_flags()` forbids it too."""
-    if _MATMUL in precision:  # first, as it sets some of the others
-        torch.set_float32_matmul_precision(precision[_MATMUL])
+    for name, (_, set_to) in _OF_OLD.items():
+        if name in precision:
+            set_to(precision[name])
     for name, place in _PLACES.items():
         torch._C._set_fp32_precision_setter(*place, precision[name])

@@ -11,7 +11,7 @@ from suites.selftest.project import Project, Run, copy_project, run_pytest
 SETTINGS = {
     "torch.set_float32_matmul_precision('high')": "float32 precision: cuda matmul, float32_matmul_precision",
     "torch.backends.cuda.matmul.fp32_precision = 'tf32'": "float32 precision: cuda matmul",
-    "torch.backends.cudnn.allow_tf32 = False": "float32 precision: cuda conv, cuda rnn",
+    "torch.backends.cudnn.allow_tf32 = False": "float32 precision: cuda conv, cuda rnn, cudnn allow_tf32",
     "torch.backends.cuda.enable_flash_sdp(False)": "attention backends: flash",
     "torch.set_autocast_enabled('cpu', True)": "autocast: cpu",
     "torch.set_autocast_dtype('cuda', torch.bfloat16)": "autocast: cuda",

@@ -52,8 +52,16 @@ def test_what_pytest_and_torch_set_by_themselves_is_no_state(
 
 def test_a_group_that_is_gone_after_a_failure_is_not_reported(project: Project) -> None:
     """The harness aborts the groups of a rank that fails, and torch forgets those of nccl."""
-    fail = "import torch.distributed as dist\n\ndef test_fails(world):\n    dist.destroy_process_group()\n    assert 0\n"
-    project.write(f"{fail}\ndef test_after(world):\n    world.barrier()\n")
+    project.write("""
+import torch.distributed as dist
+
+def test_fails(world):
+    dist.destroy_process_group()
+    assert False
+
+def test_after(world):
+    world.barrier()
+""")
     output = project.run()
     assert "1 failed, 1 passed in" in output
     assert "left behind" not in output
