@@ -2,23 +2,17 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
+import os
 from pathlib import Path
+
+from suites.selftest.warm_pytest import run_to_end
 
 ROOT = Path(__file__).parents[2]
 
 
 def collect(number: int) -> tuple[int, str]:
-    command = [sys.executable, "-m", "pytest", "suites/core/test_clipping.py", "--collect-only", "-q"]
-    done = subprocess.run(
-        [*command, "-p", "no:cacheprovider", f"--draw={number}"],
-        cwd=ROOT,
-        text=True,
-        capture_output=True,
-        check=False,
-    )
-    return done.returncode, done.stdout + done.stderr
+    command = ["suites/core/test_clipping.py", "--collect-only", "-q", "-p", "no:cacheprovider"]
+    return run_to_end([*command, f"--draw={number}"], ROOT, os.environ, timeout=180)
 
 
 def test_a_part_is_drawn_the_same_in_each_process() -> None:
