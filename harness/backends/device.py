@@ -5,6 +5,7 @@ Used on both sides; imports torch where an accelerator is asked about.
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -16,8 +17,6 @@ if TYPE_CHECKING:
 CPU = "cpu"
 _VARIABLES = {"cuda": "CUDA_VISIBLE_DEVICES", "xpu": "ZE_AFFINITY_MASK", "npu": "ASCEND_RT_VISIBLE_DEVICES"}
 """The variable that says which devices of a type a process sees; processes see all of any other type."""
-AUTOCAST = ("cpu", "cuda", "xpu")
-"""The types of device whose autocast torch knows without a package of their maker."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,13 +100,24 @@ class Device:
         """Seed the generators of all devices of this type."""
         self._module.manual_seed_all(seed)
 
-    def synchronize(self) -> None:
-        """Wait until the current device has nothing left to do.
+    @property
+    def has_module(self) -> bool:
+        """Whether torch has a module for it, which the package of its maker registers."""
+        try:
+            return self._module is not None
+        except RuntimeError:
+            return False
 
-        Raises:
-            RuntimeError: of what this process has queued there; of some errors the process does not recover.
+    def error(self) -> str:
+        """Wait until the current device has nothing left to do; return the first line of its error.
+
+        It is of what this process has queued there; from some errors the process does not recover.
         """
-        self._call("synchronize")
+        try:
+            self._call("synchronize")
+        except RuntimeError as error:
+            return str(error).partition("\n")[0]
+        return ""
 
     def stream(self) -> Any:
         """Return the current stream, which names its device; None where the type has none."""
@@ -117,9 +127,10 @@ class Device:
         """Make a stream the current one, and its device the current device."""
         self._call("set_stream", stream)
 
-    def forget_peak(self) -> None:
-        """Let the peak of memory be that of now."""
-        self._call("reset_peak_memory_stats")
+    def reset_peak_memory(self) -> None:
+        """Let the peak of memory be that of now, where its allocator has one."""
+        with contextlib.suppress(RuntimeError):
+            self._call("reset_peak_memory_stats")
 
     def _call(self, name: str, *arguments: Any) -> Any:
         function = getattr(self._module, name, None)  # not every maker's module has all

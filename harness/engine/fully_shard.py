@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import Shard
+from torch.distributed.tensor import DTensor, Shard
 
 from lockstep.engine.api import (
     CPUOffloadPolicy,
@@ -24,7 +24,7 @@ from lockstep.engine.api import (
     OffloadPolicy,
     ShardingStrategy,
 )
-from lockstep.engine.config import UnitConfig
+from lockstep.engine.config import Ignored, UnitConfig
 from lockstep.engine.fsdp_module import FSDPModule, adopt, class_of
 from lockstep.engine.init import build_unit, check_type, ignored_parameters
 from lockstep.engine.mesh import MeshInfo, ProcessGroups, check_neighbours, device_of
@@ -65,9 +65,9 @@ def fully_shard(
         ValueError, TypeError: For what cannot be sharded; the message says what, where, and the remedy.
     """
     modules = _listed(module)
-    mesh = mesh_of(mesh, modules, "fully_shard", most=2)
-    config = _config(modules, "fully_shard", mesh, mp_policy, offload_policy)
     ignored = ignored_parameters("fully_shard", ignored_params)
+    mesh = mesh_of(mesh, modules, "fully_shard", 2, ignored)
+    config = _config(modules, "fully_shard", mesh, mp_policy, offload_policy)
     config = replace(config, ignored=ignored, placement_fn=shard_placement_fn)
     reshard_to = None
     if reshard_after_forward is not None and not isinstance(reshard_after_forward, bool):
@@ -94,9 +94,10 @@ def replicate(
     of a group are averaged in one all-reduce.
     """
     modules = _listed(module)
-    mesh = mesh_of(mesh, modules, "replicate", most=1)
+    ignored = ignored_parameters("replicate", ignored_params)
+    mesh = mesh_of(mesh, modules, "replicate", 1, ignored)
     config = _config(modules, "replicate", mesh, mp_policy, offload_policy)
-    _compose(modules, replace(config, ignored=ignored_parameters("replicate", ignored_params)), "Replicate")
+    _compose(modules, replace(config, ignored=ignored), "Replicate")
     return module
 
 
@@ -165,7 +166,14 @@ def _refuse_modules(modules: Sequence[object], name: str) -> None:
             raise ValueError(f"{name}: {kind} has no forward of its own; pass the modules in it.")
 
 
-def mesh_of(mesh: DeviceMesh | None, modules: Sequence[nn.Module], front: str, most: int) -> DeviceMesh:
+def _device_type(parameter: nn.Parameter) -> str:
+    """Return the type of the device that computes with it: what an inner unit offloads lies on the CPU."""
+    return parameter.device_mesh.device_type if isinstance(parameter, DTensor) else parameter.device.type
+
+
+def mesh_of(
+    mesh: DeviceMesh | None, modules: Sequence[nn.Module], front: str, most: int, ignored: Ignored
+) -> DeviceMesh:
     """Return the mesh of a front that is given `mesh`: by default all ranks, on the device of parameters.
 
     Raises:
@@ -178,7 +186,9 @@ def mesh_of(mesh: DeviceMesh | None, modules: Sequence[nn.Module], front: str, m
         assert world is not None
         given = (module for module in modules if isinstance(module, nn.Module))  # others are refused later
         parameters = chain.from_iterable(module.parameters() for module in given)
-        return DeviceMesh.from_group(world, device_of(parameters, world).type)
+        types = [_device_type(parameter) for parameter in parameters if parameter not in ignored.parameters]
+        found = next((type for type in types if type not in ("cpu", "meta")), device_of((), world).type)
+        return DeviceMesh.from_group(world, found)
     if not isinstance(mesh, DeviceMesh):
         raise TypeError(f"{front}: mesh must be a DeviceMesh, got {type(mesh).__name__}")
     if mesh.ndim > most:

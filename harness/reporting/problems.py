@@ -21,7 +21,7 @@ from lockstep.world.diagnosis import place_of
 from lockstep.world.outcome import STRICT_XPASS, Died, Stuck
 
 _GLOO_RECEIVED_TOO_MUCH = re.compile(r"op\.preamble\.length <= op\.nbytes\. (\d+) vs (\d+)")
-_ASSERTION = re.compile(r"Assertion [`'].+['`] failed")
+_ASSERTION = re.compile(r"Assertion [`'].{1,300}?['`] failed")
 """Matches what an assertion in C or in a kernel of an accelerator has written."""
 
 
@@ -130,7 +130,7 @@ def _death(context: Context, rank: int, died: Died) -> Problem:
         # The check by which gloo aborts a process that receives more than its buffer holds.
         sizes = f"gloo received {match[1]} bytes where it expected {match[2]}"
         why += f" ({sizes}: shapes or dtypes differ between ranks)"
-    elif match := _ASSERTION.search(died.output):
+    elif "SIGABRT" in why and (match := _ASSERTION.search(died.output)):
         why += f" ({match[0]})"
     if died.importing:
         why += f" while importing {_relative(context, died.importing)}"

@@ -11,6 +11,7 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from lockstep.engine import fully_shard
+from lockstep.engine.config import Ignored
 from lockstep.engine.dtensor_param import DTensorPlacement, divides_alike
 from lockstep.engine.fully_shard import mesh_of
 
@@ -83,10 +84,17 @@ def test_an_offloaded_piece_is_shown_where_it_lies(placement):
 
 @pytest.mark.ranks(2)
 def test_a_mesh_by_default_is_of_the_device_of_the_parameters(world, monkeypatch):
-    """Under gloo they may be on GPUs, too."""
-    model = nn.Module()
+    """Under gloo they may be on GPUs, too, or offloaded by an inner unit; ignored ones do not count."""
+    monkeypatch.setattr(DeviceMesh, "from_group", lambda group, device_type: device_type)
+    model, outer = nn.Module(), nn.Module()
     with FakeTensorMode():
         model.weight = nn.Parameter(torch.empty(2, device="cuda:0"))
-    monkeypatch.setattr(DeviceMesh, "from_group", lambda group, device_type: device_type)
-    assert mesh_of(None, [model], "fully_shard", 2) == "cuda"
-    assert mesh_of(None, [nn.Linear(2, 2)], "fully_shard", 2) == "cpu"
+    mesh = DeviceMesh("cuda", torch.arange(2), _init_backend=False, _rank=0)
+    offloaded = DTensorPlacement(mesh, [Shard(0)], torch.Size([4])).tensor(torch.arange(2.0))
+    outer.weight = nn.Parameter(offloaded)
+
+    def device_type(module, *ignored):
+        return mesh_of(None, [module], "fully_shard", 2, Ignored(parameters=frozenset(ignored)))
+
+    assert device_type(model) == device_type(outer) == "cuda"
+    assert device_type(model, model.weight) == device_type(nn.Linear(2, 2)) == "cpu"

@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import pytest
 
+from lockstep.backends.device import Device
 from lockstep.hookspecs import RANK_PLUGIN
+
+if TYPE_CHECKING:
+    from lockstep.rank.session import RankSession
 
 _GUARD = "lockstep.features.accelerators.guard"
 
@@ -14,7 +20,8 @@ def pytest_ranks_imports(hints: list[str]) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    if config.pluginmanager.hasplugin(RANK_PLUGIN):
+    session: RankSession | None = config.pluginmanager.get_plugin(RANK_PLUGIN)
+    if session is not None:
         from lockstep.features.accelerators.guard import AcceleratorGuard
 
-        config.pluginmanager.register(AcceleratorGuard())
+        config.pluginmanager.register(AcceleratorGuard(Device(session.rank.spec.key.device)))

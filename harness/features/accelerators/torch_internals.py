@@ -14,29 +14,40 @@ _PLACES = {"all": ("generic", "all")} | {
     for backend, operators in _OPERATORS.items()
     for operator in operators
 }
-# Two settings of old, which set some of those, and count beside them.
-_OF_OLD: dict[str, tuple[Callable[[], Any], Callable[[Any], None]]] = {
-    "float32_matmul_precision": (torch.get_float32_matmul_precision, torch.set_float32_matmul_precision),
-    "cudnn allow_tf32": (torch._C._get_cudnn_allow_tf32, torch._C._set_cudnn_allow_tf32),
+# Two older settings with their defaults, which set some of those, and count beside them.
+_LEGACY: dict[str, tuple[Callable[[], Any], Callable[[Any], None], Any]] = {
+    "float32_matmul_precision": (
+        torch.get_float32_matmul_precision,
+        torch.set_float32_matmul_precision,
+        "highest",
+    ),
+    "cudnn allow_tf32": (torch._C._get_cudnn_allow_tf32, torch._C._set_cudnn_allow_tf32, True),
 }
 
 
 def float32_precision() -> dict[str, Any]:
-    """Return the precision of float32 by backend and operator, and what is set in the ways of old.
+    """Return the precision of float32 by backend and operator, and the older settings of it.
 
     If it moves: what the properties `fp32_precision` of `torch.backends` read.
     """
-    found = {name: torch._C._get_fp32_precision_getter(*place) for name, place in _PLACES.items()}
-    for name, (get, _) in _OF_OLD.items():
+    found: dict[str, Any] = {name: torch._C._get_fp32_precision_getter(*at) for name, at in _PLACES.items()}
+    for name, (get, _, _) in _LEGACY.items():
         with contextlib.suppress(RuntimeError):  # torch refuses to say where both ways were used
             found[name] = get()
     return found
 
 
 def set_float32_precision(precision: dict[str, Any]) -> None:
-    """Set what `float32_precision` returned, where `torch.backends.disable_global_flags()` forbids it too."""
-    for name, (_, set_to) in _OF_OLD.items():
-        if name in precision:
-            set_to(precision[name])
+    """Set what `float32_precision` returned, where `torch.backends.disable_global_flags()` forbids it too.
+
+    What is there is what an operator has of its backend, or of all, unless it is set itself: parents come
+    first, and what is right then stays unset.
+    """
+    now = float32_precision()
+    for name, (_, set_to, default) in _LEGACY.items():
+        if now.get(name) != precision.get(name):
+            set_to(precision.get(name, default))
     for name, place in _PLACES.items():
-        torch._C._set_fp32_precision_setter(*place, precision[name])
+        for value in ("none", precision[name]):
+            if torch._C._get_fp32_precision_getter(*place) != precision[name]:
+                torch._C._set_fp32_precision_setter(*place, value)

@@ -23,6 +23,7 @@ class Module:
 
     current = 0
     failed = False
+    used = True
     stream = "of old"
 
     def device_count(self):
@@ -32,7 +33,7 @@ class Module:
         return self.device_count() > 0
 
     def is_initialized(self):
-        return True
+        return self.used
 
     def _is_in_bad_fork(self):
         return False
@@ -48,6 +49,9 @@ class Module:
         note("seed", seed)
 
     def synchronize(self):
+        self.raise_if_failed()
+
+    def raise_if_failed(self):
         """Raise, once a test has said so, as a GPU does after an assert in a kernel."""
         if self.failed:
             raise RuntimeError("pretended error: an assert in a kernel\nmore of it")
