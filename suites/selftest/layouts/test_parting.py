@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 from lockstep.layouts import Layout, Sharded, ShardMap
+from lockstep.layouts.factors import CLOSE
 from lockstep.layouts.parting import (
     DIFFERENT,
     SAME,
@@ -129,3 +130,6 @@ def test_each_short_row_is_looked_for() -> None:
     whole = torch.arange(12.0).view(2, 6)
     assert _are_within(torch.tensor([[0.0, 5.0], [8.0, 6.0]]), whole)
     assert not _are_within(torch.tensor([[0.0, 5.0], [8.0, 0.0]]), whole)  # of two rows
+    rounded = torch.tensor([[0.0, 5.0], [8.0, 6.0]], dtype=torch.float64) + CLOSE * 5
+    assert _are_within(rounded, whole.double())
+    assert not _are_within(rounded + CLOSE * 20, whole.double())

@@ -85,6 +85,14 @@ def test_operations_of_python_are_seen(tmp_path: Path, log: Log) -> None:
     assert (tmp_path / "a" / "x").read_text() == "text"
 
 
+def test_a_file_that_is_cut_is_seen(tmp_path: Path, log: Log) -> None:
+    (tmp_path / "x").write_bytes(b"12345678")
+    with FileCalls([str(tmp_path)], log).installed(), (tmp_path / "x").open("r+b") as file:
+        assert file.truncate(3) == 3
+    assert log.ops == ["open x", "done open", "truncate x", "done truncate"]
+    assert (tmp_path / "x").read_bytes() == b"123"
+
+
 def test_other_directories_and_later_calls_are_not_seen(tmp_path: Path, log: Log) -> None:
     (tmp_path / "in").mkdir()
     with FileCalls([str(tmp_path / "in")], log).installed():

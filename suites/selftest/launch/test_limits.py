@@ -1,0 +1,63 @@
+"""What a failed start says, and the end of a rank that cannot join."""
+
+from __future__ import annotations
+
+import errno
+import os
+import pkgutil
+import signal
+import sys
+from types import SimpleNamespace
+from typing import Any, Never
+
+import pytest
+
+from lockstep.launch import bootstrap
+from lockstep.launch.limits import explain
+
+
+@pytest.mark.parametrize(
+    ("error", "text"),
+    [
+        (FileNotFoundError(errno.ENOENT, "No such file"), "The directory that pytest runs in is gone"),
+        (FileNotFoundError(errno.ENOENT, "No such file", "x"), "[Errno 2] No such file: 'x'"),
+        (OSError(errno.EIO, "it broke"), "[Errno 5] it broke"),
+        (RuntimeError("it broke"), "RuntimeError: it broke"),
+        (RuntimeError(), "RuntimeError: RuntimeError"),
+    ],
+)
+def test_an_error_is_explained(error: BaseException, text: str) -> None:
+    assert explain(error) == text
+
+
+@pytest.mark.parametrize("number", [errno.EMFILE, errno.EAGAIN, errno.ENOSPC])
+def test_a_limit_that_was_met_has_a_remedy(number: int) -> None:
+    by_number, by_words = explain(OSError(number, "it broke")), explain(RuntimeError(os.strerror(number)))
+    said, remedy = by_words.split(". ", 1)
+    assert said == os.strerror(number)
+    assert by_number == f"[Errno {number}] it broke. {remedy}"
+
+
+def test_a_rank_that_cannot_join_says_why_and_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    said: list[str] = []
+
+    def refuse() -> Never:
+        raise RuntimeError("no route")
+
+    def end(code: int) -> Never:
+        raise SystemExit(code)
+
+    rank = SimpleNamespace(join=refuse, fail_to_start=said.append, run=lambda **_: said.append("runs"))
+    for name in ("setsid", "set_inheritable"):
+        monkeypatch.setattr(os, name, lambda *_: None)
+    monkeypatch.setattr(os, "_exit", end)
+    monkeypatch.setattr(sys, "excepthook", sys.excepthook)
+    monkeypatch.setattr(signal, "signal", lambda *_: None)
+    monkeypatch.setattr(bootstrap, "_take_over", lambda spec: None)
+    monkeypatch.setattr(pkgutil, "resolve_name", lambda name: lambda spec, wire: rank)
+    spec: Any = SimpleNamespace(held="")
+    wire: Any = SimpleNamespace(fileno=lambda: 0)
+    with pytest.raises(SystemExit) as ended:
+        bootstrap.start_rank("a:b", spec, wire, None)
+    assert ended.value.code == 1
+    assert said == ["it could not join its process group: RuntimeError: no route"]
