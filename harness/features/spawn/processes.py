@@ -194,10 +194,9 @@ class TestProcesses:
     def _outcome(self, item: pytest.Item, rank: int, process: BaseProcess, failed: int) -> RankOutcome:
         code, now, pid = exit_code_of(process), time.time(), process.pid or 0
         record = failure_path(self.directory, pid)
-        phases = ["setup"] if record.exists() else ["setup", "call", "teardown"]
-        reports = [self._passed(item, phase) for phase in phases]
+        reports = [self._passed(item, "setup")]  # what a process did after that says nothing more
         if pid in self._hung:
-            return RankOutcome(rank, reports[:1], fate=Stuck(self._status_of(pid), now, phases_over=1))
+            return RankOutcome(rank, reports, fate=Stuck(self._status_of(pid), now, phases_over=1))
         if record.exists():
             data: dict[str, Any] = pickle.loads(record.read_bytes())
             named = {"nodeid": item.nodeid, "location": item.location}
@@ -205,8 +204,8 @@ class TestProcesses:
         if code == 0:
             return RankOutcome(rank, reports, fate=Finished(True, 0, 0))
         if pid != failed and self._stacks_of(pid):
-            return RankOutcome(rank, reports[:1], fate=Stuck(self._status_of(pid), now, phases_over=1))
-        return RankOutcome(rank, reports[:1], fate=Died(code, "", now, phases_over=1))
+            return RankOutcome(rank, reports, fate=Stuck(self._status_of(pid), now, phases_over=1))
+        return RankOutcome(rank, reports, fate=Died(code, "", now, phases_over=1))
 
     def _stacks_of(self, pid: int) -> str:
         """Return the stacks that a process has written as it was terminated; "" if there are none."""

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+from typing import Any
+
 import pytest
 
 from lockstep.features.compiles.compilation import in_one_line, without_addresses
+from lockstep.features.compiles.torch_internals import module_stack
 from suites.selftest.project import Run, line_of
 
 PROJECT = "compiles"
@@ -105,3 +109,11 @@ def test_ranks_agree_on_a_reason_with_addresses_of_their_own() -> None:
     assert without_addresses("size mismatch at index 0. expected 4096, actual 65536") == (
         "size mismatch at index 0. expected 4096, actual 65536"
     )
+
+
+def test_paths_of_modules_begin_below_the_one_that_is_compiled() -> None:
+    sources = ("L['self']", "L['self']._modules['blocks']._modules['0']", "L['self'].blocks.0.inner")
+    node: Any = SimpleNamespace(meta={"nn_module_stack": {each: (each, object) for each in sources}})
+    assert module_stack(node) == ("blocks.0", "blocks.0.inner")
+    node.meta.clear()
+    assert module_stack(node) == ()

@@ -279,6 +279,8 @@ def test_a_part_is_lost_with_what_a_term_adds_to_it() -> None:
     lost = kept(6, 1, 4)
     wrong = {"w": (lost * weights(6)) @ base + lost @ base.cos() / 6}
     assert of.explain(wrong) == []
+    assert of.explain({"w": (lost * weights(6)) @ base + term.whole["w"]}) == ["lacks microbatch 1 of 3"]
+    assert of.explain({"w": (lost * weights(6)) @ base + 2 * term.whole["w"]}) == []  # two things are wrong
     joined = of.with_terms([term])
     assert joined is not None
     assert joined.explain(wrong) == ["lacks microbatch 1 of 3"]
