@@ -115,7 +115,7 @@ class ComputeState(Snapshot):
     float32_precision: dict[str, Any]
     attention_backends: dict[str, bool]
     autocast: dict[str, Any]
-    """By type of device; how many contexts are entered, and whether they keep what they have cast."""
+    """The state of each type of device, the number of contexts, and whether they cache what they cast."""
     stream: Any
     """The current one, which names its device; None while this process uses no accelerator."""
 

@@ -58,7 +58,7 @@ def test_has_the_weight_of_now(world):
 
 
 def test_what_is_set_for_all_operators_still_reaches_them(project: Project) -> None:
-    """What an operator has of a wider setting is not set for it when another change is undone."""
+    """A setting that an operator inherits stays inherited when another change is undone."""
     project.write("""
 import pytest, torch
 

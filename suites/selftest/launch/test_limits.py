@@ -1,4 +1,4 @@
-"""What a failed start says, and the end of a rank that cannot join."""
+"""Errors of starts in words, and the end of a rank that cannot join."""
 
 from __future__ import annotations
 
