@@ -263,6 +263,7 @@ def test_torch_that_does_not_serve(answer: dict[str, Any], level: str, said: str
 def test_torch_that_ends_its_process(monkeypatch: Patch, tmp_path: Path) -> None:
     (tmp_path / "torch.py").write_text("import os; os._exit(7)")
     monkeypatch.chdir(tmp_path)
+    assert installation.read_torch(None) == {}
     answer = installation.read_torch(installation.start_asking_torch())
     assert answer == {"error": "`import torch` ended the process: exit code 7"}
 

@@ -284,6 +284,8 @@ def test_a_part_is_lost_with_what_a_term_adds_to_it() -> None:
     joined = of.with_terms([term])
     assert joined is not None
     assert joined.explain(wrong) == ["lacks microbatch 1 of 3"]
+    of_both = (weights(6) + 1 / 6) * torch.tensor(losses[:6], dtype=torch.float64)
+    assert joined.blocks.losses == pytest.approx(of_both.tolist(), rel=1e-9)
     assert of.with_terms([replace(term, whole={"w": whole.sin()})]) is None
 
 

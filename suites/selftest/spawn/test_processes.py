@@ -6,11 +6,13 @@ import os
 import socket
 import threading
 from multiprocessing import AuthenticationError, connection, reduction
-from typing import TYPE_CHECKING
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
 from lockstep.features.spawn import multiprocessing_internals
+from lockstep.features.spawn.processes import TestProcesses
 
 if TYPE_CHECKING:
     from suites.selftest.project import Run
@@ -72,3 +74,20 @@ def test_the_server_is_shown_its_key(shown: bytes, monkeypatch: pytest.MonkeyPat
     for descriptor in received:
         os.close(descriptor)
     assert len(received) == (4 if shown == b"right" else 0)
+
+
+def test_a_failure_is_that_of_its_own_call_of_spawn() -> None:
+    """What `spawn` has started counts from 0 with each call; other processes are of none."""
+    config: Any = None
+    processes: Any = TestProcesses(config)
+    pids = [(0, 11), (1, 12), (0, 21), (1, 22), (None, 31)]
+    processes._of_item = [
+        SimpleNamespace(index=index, process=SimpleNamespace(pid=pid)) for index, pid in pids
+    ]
+
+    def group_of(pid: int) -> list[int]:
+        return [process.pid for process in processes._group_of(pid)]
+
+    assert group_of(12) == [11, 12]
+    assert group_of(21) == [21, 22]
+    assert group_of(31) == group_of(99) == []
