@@ -197,7 +197,7 @@ class StateGuard:
         self.baseline = self._last = RankState.capture()
 
     def adopt(self, before: RankState) -> None:
-        """Accept what has changed since `before` not by a test but by the import of its file, for example."""
+        """Accept what has changed since `before` not by a test, but by the harness."""
         self.baseline = self.baseline.with_changes(before, RankState.capture())
 
     def end_groups(self) -> None:
@@ -207,7 +207,7 @@ class StateGuard:
             self._last = RankState.capture()
 
     def before(self) -> None:
-        """Accept what has changed since the last test: plugins, such as pytest-timeout, may set a timer."""
+        """Accept what has changed since the last test: by the import of a file, or by a plugin."""
         if RankState.capture() != self._last:
             self.adopt(self._last)
 

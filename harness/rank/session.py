@@ -29,7 +29,7 @@ from lockstep.rank.pytest_internals import (
     set_root,
 )
 from lockstep.rank.reporter import PHASES, RankReporter, describe_raised, failure
-from lockstep.rank.state import CrashReports, RankState, seed_everything
+from lockstep.rank.state import CrashReports, seed_everything
 from lockstep.rank.torch_internals import count_collectives, count_groups, show_freed_tensors
 from lockstep.specification import RankSpec
 from lockstep.standing import Standing
@@ -203,15 +203,13 @@ class RankSession:
         self._standing.await_item()
 
     def _collect(self, session: pytest.Session, order: RunItem) -> list[pytest.Item | None]:
-        """Return the item and its next one. What a file changes when it is imported stands from then on."""
+        """Return the item and its next one; tell the controller of the import of a file."""
         wanted = [(order.nodeid, order.path), *([order.next_item] if order.next_item else [])]
         new = next((path for _, path in wanted if path not in self._collection.errors), None)
-        before = RankState.capture() if new else None
         if new:
             self.rank.wire.send(Collecting(new))
         found = [self._collection.find(session, nodeid, path) for nodeid, path in wanted]
-        if before is not None:
-            self._state.adopt(before)
+        if new:
             self.rank.wire.send(ItemStarted())
         return found if order.next_item else [*found, None]
 

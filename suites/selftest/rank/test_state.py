@@ -65,3 +65,20 @@ def test_after(world):
     output = project.run()
     assert "1 failed, 1 passed in" in output
     assert "left behind" not in output
+
+
+def test_what_a_file_changes_as_it_is_imported_stands(project: Project) -> None:
+    project.write("""
+import os
+os.environ["OF_A_FILE"] = "1"
+
+def test_first(world):
+    os.environ["OF_A_TEST"] = "1"
+
+def test_second(world):
+    assert os.environ["OF_A_FILE"] == "1"
+    assert "OF_A_TEST" not in os.environ
+""")
+    output = project.run()
+    assert "2 passed, 1 warning" in output
+    assert "the test left behind environ: OF_A_TEST\n" in output

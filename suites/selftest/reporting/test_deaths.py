@@ -21,8 +21,10 @@ def test_the_assertion_that_has_aborted_a_rank_is_shown(project: Project) -> Non
     project.write(
         f"import os\ndef test_aborts(world):\n    if world.rank == 1:\n        {code}\n    world.barrier()\n"
     )
-    shown = 'SIGABRT (Assertion `-n <= index && "index out of bounds"` failed)'
-    assert f"\nrank 1 of 2 died: {shown}" in project.run()
+    shown = re.escape('SIGABRT (Assertion `-n <= index && "index out of bounds"` failed)')
+    assert re.search(
+        rf"^rank 1 of 2 died: {shown}(, at test_sample\.py:\d+.*)?$", project.run(), re.MULTILINE
+    )
 
 
 def test_a_test_that_all_ranks_leave_has_a_duration(project: Project) -> None:

@@ -214,6 +214,15 @@ def test_descriptions_omit_absent_tensors_and_name_other_groups() -> None:
     assert name_of(issued("barrier", 1, group="mesh_dp", dtypes=())) == "barrier #1 of group mesh_dp"
 
 
+def test_ranks_that_wait_for_each_other_and_for_a_third_are_a_deadlock() -> None:
+    first, second = (issued("all_reduce", 1, group=name, ranks=(0, 1, 2)) for name in ("1", "2"))
+    found = diagnosis_of(doing(first), doing(second), doing())
+    waits = "waits in all_reduce #1 (float [3]) of group"
+    assert found.sentence == (
+        f"deadlock: rank 0 {waits} 1 (ranks 0-2) for ranks 1, 2; rank 1 {waits} 2 (ranks 0-2) for ranks 0, 2"
+    )
+
+
 def test_a_deadlock_of_many_ranks_names_a_few_and_a_count() -> None:
     def of(rank: int, group: str) -> RankStatus:
         return doing(issued("all_reduce", 1, group=group, ranks=tuple(range(16))))
