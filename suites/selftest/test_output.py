@@ -51,3 +51,11 @@ def test_folders_follow_node_ids_and_stay_in_the_directory() -> None:
         != folder("test_a.py::test_b[a_b]")
         != folder("test_a.py::test_b[a?b]")
     )
+
+
+def test_what_is_kept_is_written_to_the_file_that_is_returned(tmp_path: Path) -> None:
+    kept = OutputDirectory(str(tmp_path))
+    first = kept.write("test_a.py::test_b", 1, "stdout", "one\r\n", "w")
+    assert kept.write("test_a.py::test_b", 1, "stdout", "two", "a") == first
+    assert (first.name, first.read_bytes()) == ("rank-1.stdout", b"one\r\ntwo")
+    assert first.is_relative_to(tmp_path)

@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import nn
 
+from lockstep import RankWorld
 from lockstep.rank import torch_internals
 from lockstep.rank.flight_record import StackReader
 from lockstep.rank.torch_internals import phases_by_code, recorded_calls
@@ -74,3 +75,10 @@ def test_a_stack_shows_the_phase_of_a_step(phase: str) -> None:
     assert entry["phase"] == {"grad": "backward"}.get(phase, phase)
     assert [frame["filename"] for frame in entry["frames"]][-1] == __file__
     assert all("site-packages" not in frame["filename"] for frame in entry["frames"])
+
+
+@pytest.mark.ranks(2)
+def test_calls_have_the_stack_of_the_test(world: RankWorld) -> None:
+    world.barrier()
+    frames = recorded_calls()[-1]["frames"]
+    assert any(frame["filename"] == __file__ for frame in frames)
