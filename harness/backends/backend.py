@@ -44,6 +44,9 @@ class Backend:
         """Return the store that a group must be made with; None for any."""
         return None
 
+    def prepare(self) -> None:
+        """Prepare this process before it joins a group."""
+
     def barrier(self, group: dist.ProcessGroup, device: Any) -> None:
         """Wait until all ranks of the group are here."""
         import torch.distributed as dist

@@ -29,7 +29,7 @@ class Gloo(Backend):
         r"gloo.*(Connection (closed|reset) by peer|Broken pipe|Socket closed|Connection refused)"
     )
 
-    def prepare(self, recorded: int) -> None:
+    def prepare(self) -> None:
         """Let no thread that this process will have take the core of the one that wakes it.
 
         A thread of gloo that sends holds a lock, which gloo's event loop tries again and again without a

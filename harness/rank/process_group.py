@@ -90,6 +90,8 @@ class DefaultGroup:
         most = limit_records()
         # As torchrun does: ranks that share a machine's cores must not each take all of them.
         torch.set_num_threads(_threads(os.environ.get("OMP_NUM_THREADS", "")))
+        for backend in self._backends:
+            backend.prepare()
         # Whatever a test calls `cuda:0` is a GPU of this world.
         Device(self.device.type).use(self.device, self._spec.gpus)
         for backend in self._backends:

@@ -77,7 +77,7 @@ def test_the_server_is_shown_its_key(shown: bytes, monkeypatch: pytest.MonkeyPat
 
 
 def test_a_failure_is_that_of_its_own_call_of_spawn() -> None:
-    """What `spawn` has started counts from 0 with each call; other processes are of none."""
+    """Each call of `spawn` numbers its processes from 0; other processes are of none."""
     config: Any = None
     processes: Any = TestProcesses(config)
     pids = [(0, 11), (1, 12), (0, 21), (1, 22), (None, 31)]
