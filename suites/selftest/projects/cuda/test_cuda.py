@@ -2,7 +2,6 @@
 
 import os
 import signal
-import time
 
 import pytest
 import torch
@@ -50,9 +49,7 @@ def test_queues_a_second(world):
 
 
 def test_does_not_wait_for_it(world):
-    began = time.monotonic()
-    torch.cuda.synchronize()
-    assert time.monotonic() - began < 0.2
+    assert torch.cuda.current_stream().query()  # nothing is queued any more
 
 
 def test_is_killed(world):
