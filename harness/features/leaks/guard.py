@@ -189,7 +189,7 @@ class OpenResources(NamedTuple):
         # Pipes lead to the processes, where any were left.
         files = [fd for fd in files if not (self.children and "pipe:" in _name_of_file(fd))]
         return [
-            *(f"process {pid} ({_command_of(pid)}), which was ended" for pid in children),
+            *(f"process {pid} ({_title_of(pid)}), which was ended" for pid in children),
             *(f"thread {thread.name!r} (runs {_target_of(thread)})" for thread in threads),
             *(f"{_name_of_file(fd)}, open as descriptor {fd}" for fd in files),
             *(f"shared memory {_SEGMENTS}/{name}" for name in sorted(self.segments)),
@@ -259,19 +259,25 @@ def _reap(pids: frozenset[int]) -> None:
 
 
 def _is_of_torch(pid: int) -> bool:
-    return any(word in _command_of(pid) for word in _TORCH_PROCESSES)
+    command = _command_of(pid)
+    return any(word in command for word in _TORCH_PROCESSES)
 
 
 def _command_of(pid: int) -> str:
-    try:
+    """Return the whole command line of a process, empty if the process is gone."""
+    with suppress(OSError):
         words = Path(f"/proc/{pid}/cmdline").read_bytes()
-    except OSError:
-        return "gone"
-    if words == Path("/proc/self/cmdline").read_bytes():
+        return words.rstrip(b"\0").replace(b"\0", b" ").decode(errors="replace")
+    return ""
+
+
+def _title_of(pid: int) -> str:
+    """Name a process: by the beginning of its command line, unless that is the one of this rank."""
+    command = _command_of(pid) or "gone"
+    if command == _command_of(os.getpid()):
         names = {child.pid: f"multiprocessing's {child.name}" for child in multiprocessing.active_children()}
         return names.get(pid, "a fork of this rank")
-    text = words.rstrip(b"\0").replace(b"\0", b" ").decode(errors="replace")
-    return text if len(text) < _MAX_COMMAND else f"{text[:_MAX_COMMAND]}…"
+    return command if len(command) < _MAX_COMMAND else f"{command[:_MAX_COMMAND]}…"
 
 
 # Threads

@@ -8,6 +8,7 @@ import os
 import re
 import signal
 from pathlib import Path
+from subprocess import PIPE, Popen
 from types import SimpleNamespace
 from typing import Any
 
@@ -247,6 +248,21 @@ def test_comes_after_it(world):
     output = project.run()
     assert "2 passed" in output
     assert "left behind" not in output
+
+
+def test_the_compile_worker_is_known_by_a_path_longer_than_what_is_shown() -> None:
+    path = f"{'/environment' * 20}/torch/_inductor/compile_worker/__main__.py"
+    with (
+        Popen(["sh", "-c", "read line", path], stdin=PIPE) as worker,
+        Popen(["sh", "-c", "read line"], stdin=PIPE) as other,
+    ):
+        left = OpenResources(frozenset({worker.pid, other.pid}))
+        assert left.of_tests(set()).children == {other.pid}
+        assert OpenResources(frozenset({other.pid})).describe() == [
+            f"process {other.pid} (sh -c read line), which was ended"
+        ]
+        (shown,) = OpenResources(frozenset({worker.pid})).describe()
+        assert shown.endswith("/environment/environ…), which was ended")
 
 
 def test_a_file_that_another_thread_closes_soon_is_no_leak(
