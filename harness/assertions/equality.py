@@ -12,9 +12,9 @@ from typing import Any
 import numpy as np
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor
 
 from lockstep.assertions.closeness import EXACT, TOLERANCES, Tolerance
+from lockstep.recorders.tensors import is_dtensor
 
 _SEQUENCES = (Sequence, nn.Sequential, nn.ModuleList, nn.ParameterList)
 _MAPPINGS = (Mapping, nn.ModuleDict, nn.ParameterDict)
@@ -102,9 +102,9 @@ def _difference(actual: Any, expected: Any, rules: _Rules, where: str) -> str | 
 
 def _alike(actual: Any, expected: Any) -> tuple[Any, Any]:
     """Turn a sequence that is compared with a tensor into a tensor; take the local parts of two DTensors."""
-    if isinstance(actual, DTensor) != isinstance(expected, DTensor):
+    if is_dtensor(actual) != is_dtensor(expected):
         raise TypeError("assert_equal: a DTensor and another value: compare its full_tensor() or to_local()")
-    if isinstance(actual, DTensor) and isinstance(expected, DTensor):
+    if is_dtensor(actual) and is_dtensor(expected):
         for one, other in (
             (actual.placements, expected.placements),
             (actual.device_mesh, expected.device_mesh),

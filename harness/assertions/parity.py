@@ -7,12 +7,11 @@ import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
 
 from lockstep.assertions import divergence
@@ -21,8 +20,11 @@ from lockstep.assertions.closeness import EXACT, Named, Tolerance, differences
 from lockstep.backends.device import accelerator
 from lockstep.exceptions import Diverged
 from lockstep.recorders import active_log
-from lockstep.recorders.tensors import local_part
+from lockstep.recorders.tensors import is_dtensor, local_part
 from lockstep.recorders.torch_internals import COMPILED
+
+if TYPE_CHECKING:
+    from torch.distributed.tensor import DTensor
 
 Batch = TypeVar("Batch")
 MakeOptimizer = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
@@ -58,13 +60,13 @@ def named_parameters(model: nn.Module) -> dict[str, torch.Tensor]:
     With DTensor parameters it is a collective.
     """
     parameters = _without_ddp(model).named_parameters()
-    return {name: p.full_tensor() if isinstance(p, DTensor) else p for name, p in parameters}
+    return {name: p.full_tensor() if is_dtensor(p) else p for name, p in parameters}
 
 
 def named_gradients(model: nn.Module) -> dict[str, torch.Tensor | None]:
     """Return the gradients as `named_parameters` returns the parameters; None where there is none."""
     gradients = {name: p.grad for name, p in _without_ddp(model).named_parameters()}
-    return {name: g.full_tensor() if isinstance(g, DTensor) else g for name, g in gradients.items()}
+    return {name: g.full_tensor() if is_dtensor(g) else g for name, g in gradients.items()}
 
 
 def sgd_with_momentum(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
@@ -320,13 +322,13 @@ def assert_sharded_parity(
     expected: dict[str, torch.Tensor | None] = {}
     found: list[str] = []
     for name, p in sharded.named_parameters():
-        if not isinstance(p, DTensor) or name not in full:
+        if not is_dtensor(p) or name not in full:
             found.append(f"{name}: not a DTensor, or not a parameter of the reference")
             continue
         actual |= {name: local_part(p), f"{name}.grad": local_part(p.grad)}
         whole = full.pop(name)
         expected |= {name: _part(whole, of=p), f"{name}.grad": _part(whole.grad, of=p)}
-        if isinstance(p.grad, DTensor) and p.grad.placements != p.placements:
+        if is_dtensor(p.grad) and p.grad.placements != p.placements:
             found.append(f"{name}.grad: placed {p.grad.placements}, its parameter {p.placements}")
     found += [f"{name}: missing" for name in full]
     fail_together([*found, *differences(actual, expected, tolerance)])
@@ -335,6 +337,8 @@ def assert_sharded_parity(
 def _part(whole: torch.Tensor | None, of: DTensor) -> torch.Tensor | None:
     if whole is None:
         return None
+    from torch.distributed.tensor import distribute_tensor  # is imported: there is a DTensor
+
     # Without a source rank each rank shards its own copy: no collective.
     return distribute_tensor(whole.detach(), of.device_mesh, of.placements, src_data_rank=None).to_local()
 

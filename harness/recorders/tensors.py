@@ -5,11 +5,14 @@ from __future__ import annotations
 import dataclasses
 import sys
 from collections.abc import Mapping
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeGuard, TypeVar
 
 import torch
 
-__all__ = ["local_part", "named_tensors", "short"]
+if TYPE_CHECKING:
+    from torch.distributed.tensor import DTensor
+
+__all__ = ["is_dtensor", "local_part", "named_tensors", "short"]
 
 Part = TypeVar("Part", torch.Tensor, torch.Tensor | None)
 
@@ -36,10 +39,15 @@ def named_tensors(value: Any, path: str = "") -> dict[str, torch.Tensor]:
     return found
 
 
+def is_dtensor(value: object) -> TypeGuard[DTensor]:
+    """Whether a value is a DTensor; does not import DTensor's module, which takes 0.5 s, to find out."""
+    module = sys.modules.get("torch.distributed.tensor")
+    return module is not None and isinstance(value, module.DTensor)
+
+
 def local_part(tensor: Part) -> Part:
     """Return this rank's shard of a DTensor, sharing its memory; any other tensor as it is."""
-    module = sys.modules.get("torch.distributed.tensor")  # 0.8 s to import: without it there is none
-    return tensor.to_local().detach() if module and isinstance(tensor, module.DTensor) else tensor
+    return tensor.to_local().detach() if is_dtensor(tensor) else tensor
 
 
 def short(dtype: torch.dtype) -> str:

@@ -138,6 +138,13 @@ def test_a_rank_starts_without_what_few_tests_use() -> None:
     )
 
 
+def test_assertions_load_no_dtensor() -> None:
+    """A test file that imports them is imported by the controller, too, before its first test runs."""
+    code = "import sys, lockstep.assertions; print('torch.distributed.tensor' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.split() == ["False"]
+
+
 # In the names of all functions of torch.distributed that move data between ranks.
 COLLECTIVE_WORDS = ("reduce", "gather", "scatter", "all_to_all", "broadcast", "barrier", "send", "recv")
 
