@@ -20,6 +20,7 @@ from lockstep.conformance.registry import (
     FIXTURE,
     INSTALLED_SUITES,
     EngineError,
+    built_in_modules,
     built_in_names,
     check_name,
     claim_of,
@@ -78,6 +79,11 @@ def pytest_configure(config: pytest.Config) -> None:
         from lockstep.conformance.collecting import register
 
         register(config)
+
+
+def pytest_ranks_imports(config: pytest.Config, hints: list[str]) -> None:
+    """Let the server import the adapters that come with Lockstep: that of ZeRO takes 0.3 s in each rank."""
+    hints += built_in_modules(engines_of(config))
 
 
 @pytest.hookimpl(wrapper=True)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import importlib
 import inspect
 import sys
+from collections.abc import Iterable
 from importlib.metadata import entry_points
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -56,6 +57,11 @@ class EngineError(ValueError):
 def built_in_names() -> tuple[str, ...]:
     """Return the names of the engines that come with Lockstep, its own first."""
     return tuple(_HOMES)
+
+
+def built_in_modules(names: Iterable[str]) -> list[str]:
+    """Return the modules of those of the engines that are built in."""
+    return [_HOMES[name].partition(":")[0] for name in names if name in _HOMES]
 
 
 def known_names() -> tuple[str, ...]:

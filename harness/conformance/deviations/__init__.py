@@ -133,9 +133,17 @@ _TORCH = importlib.metadata.version("torch")
 
 def known_deviations(engine: str | None, claim: str) -> tuple[Deviation, ...]:
     """Return what is known of `engine`, with the installed torch, and the test of this node id."""
-    return tuple(found for found in _known_of(engine or "", _TORCH) if found.is_about(claim))
+    file = claim.partition("::")[0]
+    return tuple(found for found in _known_of(engine or "", _TORCH, file) if found.is_about(claim))
 
 
 @cache
-def _known_of(engine: str, torch: str) -> tuple[Deviation, ...]:
-    return tuple(found for found in _TABLES.get(engine, ()) if found.is_of(torch))
+def _known_of(engine: str, torch: str, file: str) -> tuple[Deviation, ...]:
+    """Return what may be about claims of a file: each world asks for all of them, with all patterns."""
+    of_torch = (found for found in _TABLES.get(engine, ()) if found.is_of(torch))
+    return tuple(found for found in of_torch if any(_may_be_in(file, pattern) for pattern in found.claims))
+
+
+def _may_be_in(file: str, pattern: str) -> bool:
+    of, has_names, _ = pattern.partition("::")
+    return not has_names or "*" in of or f"/{file}".endswith(f"/{of}")
