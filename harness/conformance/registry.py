@@ -201,7 +201,7 @@ def claim_of(item: pytest.Item) -> str:
     Node ids of the installed suites depend on the run's rootdir: there it is that of a checkout.
     """
     nodeid, engine = str(item.nodeid), engine_of(item)
-    if INSTALLED_SUITES in item.path.parents:
+    if str(item.path).startswith(f"{INSTALLED_SUITES}/"):
         file = item.path.relative_to(INSTALLED_SUITES).as_posix()
         nodeid = f"suites/{file}::{nodeid.partition('::')[2]}"
     if engine is None or len(engines_of(item.config)) == 1:

@@ -25,8 +25,8 @@ class Deviation:
     were with 2.13 and 2.15, and not with 2.14.
 
     Attributes:
-        claims: patterns of node ids below the folder of suites, without the engine's name. In patterns `*`
-            matches any text, and all else itself.
+        claims: node ids below the folder of suites, without the engine's name: a file, and a pattern of names
+            in it. In patterns `*` matches any text, and all else itself.
         why: the reason, in a sentence.
         cases: patterns of cases of `run_subtests`; None if the test fails as a whole.
         issue: number of the issue in pytorch/pytorch.
@@ -54,27 +54,19 @@ class Deviation:
         is_over = self.before is not None and release >= _release(self.before)
         return not is_over and (self.since is None or release >= _release(self.since))
 
-    def is_about(self, claim: str) -> bool:
-        """Return whether the test of this node id is meant, or cases of it."""
-        return any(_fits(f"/{claim}", f"*/{pattern}") for pattern in self.claims)
-
     def is_about_case(self, case: str) -> bool:
         """Return whether this case, of a test that is meant, is meant too."""
-        return any(_fits(case, pattern) for pattern in self.cases or ())
+        return self.cases is not None and _compiled(self.cases).fullmatch(case) is not None
 
 
 def _release(version: str) -> tuple[int, ...]:
     return tuple(map(int, version.split(".")[:2]))
 
 
-def _fits(text: str, pattern: str) -> bool:
-    """Return whether `pattern` describes all of `text`. fnmatch would read node ids' brackets as sets."""
-    return _compiled(pattern).fullmatch(text) is not None
-
-
 @cache
-def _compiled(pattern: str) -> re.Pattern[str]:
-    return re.compile(".*".join(map(re.escape, pattern.split("*"))), re.DOTALL)
+def _compiled(patterns: tuple[str, ...]) -> re.Pattern[str]:
+    """Return what matches each of the patterns. fnmatch would read node ids' brackets as sets."""
+    return re.compile("|".join(".*".join(map(re.escape, each.split("*"))) for each in patterns), re.DOTALL)
 
 
 def expand(*patterns: str) -> tuple[str, ...]:
@@ -133,17 +125,18 @@ _TORCH = importlib.metadata.version("torch")
 
 def known_deviations(engine: str | None, claim: str) -> tuple[Deviation, ...]:
     """Return what is known of `engine`, with the installed torch, and the test of this node id."""
-    file = claim.partition("::")[0]
-    return tuple(found for found in _known_of(engine or "", _TORCH, file) if found.is_about(claim))
+    file, _, name = claim.partition("::")
+    known = _known_in(file, engine or "", _TORCH)
+    return tuple(deviation for names, deviation in known if names.fullmatch(name))
 
 
 @cache
-def _known_of(engine: str, torch: str, file: str) -> tuple[Deviation, ...]:
-    """Return what may be about claims of a file: each world asks for all of them, with all patterns."""
-    of_torch = (found for found in _TABLES.get(engine, ()) if found.is_of(torch))
-    return tuple(found for found in of_torch if any(_may_be_in(file, pattern) for pattern in found.claims))
-
-
-def _may_be_in(file: str, pattern: str) -> bool:
-    of, has_names, _ = pattern.partition("::")
-    return not has_names or "*" in of or f"/{file}".endswith(f"/{of}")
+def _known_in(file: str, engine: str, torch: str) -> list[tuple[re.Pattern[str], Deviation]]:
+    """Return what is known of claims of a file, and of which: each world asks it of all that it collects."""
+    known = []
+    for deviation in _TABLES.get(engine, ()):
+        claims = [claim.split("::", 1) for claim in deviation.claims]
+        names = tuple(name for of, name in claims if f"/{file}".endswith(f"/{of}"))
+        if names and deviation.is_of(torch):
+            known.append((_compiled(names), deviation))
+    return known

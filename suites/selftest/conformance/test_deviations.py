@@ -39,7 +39,7 @@ def test_every_deviation_is_about_claims_that_exist(claims: list[str]) -> None:
         (engine, pattern)
         for engine, entry in ENTRIES
         for pattern in entry.claims
-        if not any(Deviation((pattern,), "").is_about(claim) for claim in claims)
+        if not any(deviations._compiled((f"*/{pattern}",)).fullmatch(f"/{claim}") for claim in claims)
     }
     assert unknown == set()
 
