@@ -97,6 +97,14 @@ def option_groups(config: pytest.Config) -> Mapping[argparse.Action, str]:
     }
 
 
+def rewritten_modules(config: pytest.Config) -> tuple[str, ...]:
+    """Return the modules and packages, of plugins above all, whose asserts pytest rewrites.
+
+    If it moves: what `pytest.register_assert_rewrite` adds a name to.
+    """
+    return tuple(sorted(getattr(config.pluginmanager.rewrite_hook, "_must_rewrite", ())))
+
+
 def terminal_stream(config: pytest.Config) -> TextIO:
     """Return the stream that pytest's terminal report is written to, past all capture.
 

@@ -24,7 +24,7 @@ from lockstep.rank.output import capture_into, end_lines, prefix_streams
 from lockstep.rank.process import Rank
 from lockstep.rank.pytest_internals import (
     attach_log_handlers_quickly,
-    expect_imported_plugins,
+    expect_plugins,
     set_location,
     set_root,
 )
@@ -102,7 +102,7 @@ class RankSession:
         if names_lines and not given.captures:
             prefix_streams(lambda: f"rank {self.world.rank}")
         attach_log_handlers_quickly()
-        expect_imported_plugins()
+        expect_plugins(given.rewritten)
         set_root(Path(given.rootdir), Path(given.inifile) if given.inifile else None)
         try:
             status = pytest.main(list(given.args), plugins=[self])

@@ -75,6 +75,22 @@ def test_asserts_are_rewritten_in_a_file_of_any_name(tmp_path: Path) -> None:
     assert "assert [2] == [3]" in run_pytest(tmp_path, "checks.py").output
 
 
+def test_asserts_of_an_installed_plugin_are_rewritten(tmp_path: Path) -> None:
+    """Also those of its other modules, which pytest finds in the list of files of the package."""
+    info = tmp_path / "installed" / "sizes-1.0.dist-info"
+    info.mkdir(parents=True)
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: sizes\nVersion: 1.0\n")
+    (info / "entry_points.txt").write_text("[pytest11]\nsizes = sizes_plugin\n")
+    (info / "RECORD").write_text("sizes_plugin.py,,\nsizes_checks.py,,\n")
+    (info.parent / "sizes_plugin.py").touch()
+    (info.parent / "sizes_checks.py").write_text("def is_three(size):\n    assert [size] == [3]\n")
+    (tmp_path / "test_size.py").write_text(
+        "import pytest\n\n@pytest.mark.ranks(2)\ndef test_size(world):\n"
+        "    from sizes_checks import is_three\n\n    is_three(world.size)\n"
+    )
+    assert "assert [2] == [3]" in run_pytest(tmp_path, PYTHONPATH=str(info.parent)).output
+
+
 def test_a_plugin_that_the_server_has_imported_is_no_warning_of_ranks(tmp_path: Path) -> None:
     """torch's module for tests imports hypothesis, whose asserts a rank can no longer rewrite."""
     (tmp_path / "test_sum.py").write_text(
