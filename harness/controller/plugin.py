@@ -47,6 +47,9 @@ RANK = "lockstep.rank:RankSession"
 RANK_IMPORTS = tuple(f"lockstep.{name}" for name in ("plugin", "subtests", "recorders"))
 _IMPORTED = re.compile(rb"^(?:from|import) +((?:torch|lockstep)\b[\w.]*)", re.MULTILINE)
 """Modules that a file imports, and the server, too; no plugins of pytest, whose asserts ranks rewrite."""
+_COMPILER = "torch._dynamo"
+_NEEDS_COMPILER = re.compile(rb"\boptim\b|\bassert_parity\b|\btorch\.compile\b")
+"""Words of tests that import torch's compiler as they run: an optimizer does, for 1.3 s in each rank."""
 
 
 class Controller:
@@ -75,21 +78,26 @@ class Controller:
 
     def _look_into(self, path: Path) -> None:
         """Start the server, which imports torch while pytest collects, as soon as a file mentions ranks."""
-        if self._launcher is None and path.suffix == ".py" and not self._config.option.collectonly:
-            try:
-                text = path.read_bytes()
-            except OSError:  # pytest reports what is wrong with it
-                return
-            mentioned = self._config.hook.pytest_ranks_mentioned
-            if any(mentioned(config=self._config, text=text)) or b"ranks" in text:
-                with contextlib.suppress(OSError):  # reported where a test needs a world, if one does
-                    self._launch(text).prestart()
+        if path.suffix != ".py" or self._config.option.collectonly:
+            return
+        try:
+            text = path.read_bytes()
+        except OSError:  # pytest reports what is wrong with it
+            return
+        mentioned = self._config.hook.pytest_ranks_mentioned
+        if self._launcher is not None:
+            if _NEEDS_COMPILER.search(text):
+                self._launcher.expect(_COMPILER)
+        elif any(mentioned(config=self._config, text=text)) or b"ranks" in text:
+            with contextlib.suppress(OSError):  # reported where a test needs a world, if one does
+                self._launch(text).prestart()
 
     def _launch(self, text: bytes = b"") -> Launcher:
         """Return the launcher; what its server imports depends on the first file that mentions ranks."""
         if self._launcher is None:
             preload: list[str] = list(self._config.getini("ranks_preload"))
             hints = [name.decode() for name in _IMPORTED.findall(text)]
+            hints += [_COMPILER] if _NEEDS_COMPILER.search(text) else []
             self._config.hook.pytest_ranks_imports(config=self._config, preload=preload, hints=hints)
             method = str(self._config.getini("ranks_start_method"))
             # Of the backends that the options or the file name; a rank imports others by itself.

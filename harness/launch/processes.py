@@ -137,6 +137,7 @@ class Launcher(Protocol):
     directory: str
 
     def prestart(self) -> None: ...
+    def expect(self, module: str) -> None: ...
     def stop(self) -> None: ...
     def restore_directory(self) -> None: ...
     def start(self, specs: list[RankSpec], deadline: float) -> Sequence[StartedRank]: ...
@@ -254,6 +255,7 @@ class ProcessLauncher:
         self._program = program
         self.loan: Loan | None = None
         self._checked = False
+        self._expected: set[str] = set()
         self.directory = private_directory()
         os.makedirs(f"{self.directory}/ranks", mode=0o700, exist_ok=True)
 
@@ -277,6 +279,10 @@ class ProcessLauncher:
             environ.setenv("OPENBLAS_NUM_THREADS", "1")
             environ.setenv(server.SETUP_VARIABLE, json.dumps(setup))
             start_server(server.__name__, server.IGNORED)
+
+    def expect(self, module: str) -> None:
+        """Let the server import one of its `SLOW_IMPORTS`, too, before it forks the first rank."""
+        self._expected.add(module)
 
     def make_ready(self, deadline: float) -> None:
         """Start the server unless it runs, and wait until it is ready to fork.
@@ -383,7 +389,8 @@ class ProcessLauncher:
                 "or set `ranks_start_method = spawn`"
             )
         self._checked = True
-        slow, pid = [name for name in server.SLOW_IMPORTS if name in sys.modules], server_pid()
+        needed = self._expected.union(sys.modules)
+        slow, pid = [name for name in server.SLOW_IMPORTS if name in needed], server_pid()
         if slow and pid is not None:
             Path(self.directory, server.MORE_IMPORTS).write_text(json.dumps(slow))
             os.kill(pid, server.IMPORT_MORE)

@@ -40,8 +40,8 @@ SLOW_IMPORTS = (
     *("torch.distributed.tensor", "torch.distributed.fsdp", "torch.distributed.pipelining"),
     "torch._dynamo",
 )
-"""Modules of torch that take long to import. A controller that has them as it starts ranks, which will need
-them, too, names them in `MORE_IMPORTS` and sends the signal `IMPORT_MORE`."""
+"""Modules of torch that take long to import. A controller that has imported some as it starts ranks, or whose
+tests will, names them in `MORE_IMPORTS` and sends the signal `IMPORT_MORE`: the ranks need them, too."""
 MORE_IMPORTS = "imports.json"
 IMPORT_MORE = signal.SIGUSR1
 

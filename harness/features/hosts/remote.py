@@ -240,6 +240,9 @@ class HostsLauncher:
                 self.host(number)
         self._local.prestart()
 
+    def expect(self, module: str) -> None:
+        self._local.expect(module)
+
     def restore_directory(self) -> None:
         self._local.restore_directory()
 

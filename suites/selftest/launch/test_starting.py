@@ -12,6 +12,7 @@ import pytest
 from lockstep.exceptions import LaunchError
 from lockstep.launch import processes, server
 from lockstep.launch.processes import ProcessLauncher, RankProgram
+from suites.selftest.project import HEADER
 
 if TYPE_CHECKING:
     from suites.selftest.project import Project
@@ -75,6 +76,24 @@ def test_what_takes_long_is_imported_once_for_all_if_at_all(
     assert "1 passed" in project.run()
     # The controller, and two ranks before they collect.
     assert (project.path / "have.txt").read_text().split() == list(map(str, have))
+
+
+TRAINS = "def test_b(world):\n    torch.optim.SGD([torch.nn.Parameter(torch.ones(2))], lr=0.1).step()\n"
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "have"),
+    [(WORLD, WORLD, False), (TRAINS, WORLD, True), (WORLD, TRAINS, True)],
+    ids=["nowhere", "first", "second"],
+)
+def test_what_optimizers_import_is_imported_once_for_all(
+    project: Project, first: str, second: str, have: bool
+) -> None:
+    project.write(f"import torch\n{first}")
+    (project.path / "test_second.py").write_text(f"{HEADER}import torch\n{second}")
+    (project.path / "conftest.py").write_text(HAVE.replace("torch.distributed.tensor", "torch._dynamo"))
+    assert "2 passed" in project.run()
+    assert (project.path / "have.txt").read_text().split() == ["False", str(have), str(have)]
 
 
 def test_the_server_imports_nothing_of_the_project(project: Project) -> None:
