@@ -13,7 +13,7 @@ from lockstep.assertions import divergence
 from lockstep.assertions.closeness import EXACT, differences
 from lockstep.exceptions import Diverged
 from lockstep.recorders import ExecutionLog, active_log
-from lockstep.recorders.tensors import local_part
+from lockstep.recorders.tensors import flat_bytes, local_part
 
 _SHOWN = 5  # names in one message; a model that was never synchronised differs in hundreds
 
@@ -155,5 +155,5 @@ def _disagreement(name: str, by_rank: Mapping[int, torch.Tensor | None], first: 
 
 
 def _fingerprint(tensor: torch.Tensor) -> tuple[str, tuple[int, ...], bytes]:
-    flat = tensor.contiguous().reshape(-1).view(torch.uint8)
-    return str(tensor.dtype), tuple(tensor.shape), hashlib.sha256(flat.numpy().tobytes()).digest()
+    bits = hashlib.sha256(flat_bytes(tensor).numpy().tobytes()).digest()
+    return str(tensor.dtype), tuple(tensor.shape), bits

@@ -48,8 +48,8 @@ RANK_IMPORTS = tuple(f"lockstep.{name}" for name in ("plugin", "subtests", "reco
 _IMPORTED = re.compile(rb"^(?:from|import) +((?:torch|lockstep)\b[\w.]*)", re.MULTILINE)
 """Modules that a file imports, and the server, too; no plugins of pytest, whose asserts ranks rewrite."""
 _COMPILER = "torch._dynamo"
-_NEEDS_COMPILER = re.compile(rb"\boptim\b|\bassert_parity\b|\btorch\.compile\b")
-"""Words of tests that import torch's compiler as they run: an optimizer does, for 1.3 s in each rank."""
+_NEEDS_COMPILER = re.compile(rb"\b(?:optim|assert_parity|DistributedDataParallel|torch\.compile)\b")
+"""Words of tests that import torch's compiler as they run: optimizers and DDP do, for 1.3 s in each rank."""
 
 
 class Controller:

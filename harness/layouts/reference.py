@@ -19,7 +19,7 @@ from lockstep.layouts.batches import Batch, KeepPart, part_of
 from lockstep.layouts.layout import as_axes
 from lockstep.layouts.parting import Trace
 from lockstep.layouts.shards import ShardMap
-from lockstep.recorders.tensors import named_tensors, short
+from lockstep.recorders.tensors import flat_bytes, named_tensors, short
 
 __tracebackhide__ = True
 
@@ -38,7 +38,7 @@ class Batches:
         digest = hashlib.sha256()
         for name, each in named_tensors(list(batches)).items():
             digest.update(f"{name} {each.dtype} {tuple(each.shape)}".encode())
-            digest.update(each.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
+            digest.update(flat_bytes(each.cpu()).numpy().tobytes())
         self._digest = digest.digest()
 
     def __eq__(self, other: object) -> bool:

@@ -24,7 +24,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 
 from lockstep.recorders.collectives import NOT_COLLECTIVES, spelled
 from lockstep.recorders.in_flight import InFlight
-from lockstep.recorders.tensors import local_part, named_tensors, short
+from lockstep.recorders.tensors import flat_bytes, local_part, named_tensors, short
 from lockstep.recorders.torch_internals import (
     COMPILED,
     TorchDispatchMode,
@@ -315,8 +315,7 @@ class ExecutionLog(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch
 
 def fingerprint(tensor: torch.Tensor) -> str:
     """Return a text that two tensors share only if their dtypes, shapes and all bits are the same."""
-    flat = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
-    bits = hashlib.sha256(flat.numpy().tobytes()).hexdigest()
+    bits = hashlib.sha256(flat_bytes(tensor.cpu()).numpy().tobytes()).hexdigest()
     return f"{short(tensor.dtype)}{list(tensor.shape)} {bits[:16]}"
 
 

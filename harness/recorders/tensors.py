@@ -12,7 +12,7 @@ import torch
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
 
-__all__ = ["is_dtensor", "local_part", "named_tensors", "short"]
+__all__ = ["flat_bytes", "is_dtensor", "local_part", "named_tensors", "short"]
 
 Part = TypeVar("Part", torch.Tensor, torch.Tensor | None)
 
@@ -48,6 +48,13 @@ def is_dtensor(value: object) -> TypeGuard[DTensor]:
 def local_part(tensor: Part) -> Part:
     """Return this rank's shard of a DTensor, sharing its memory; any other tensor as it is."""
     return tensor.to_local().detach() if is_dtensor(tensor) else tensor
+
+
+def flat_bytes(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the bytes of a tensor in one dimension; they share its memory if it is contiguous."""
+    tensor = tensor.detach().contiguous()
+    # A tensor of one element is contiguous whatever its strides are, as the gradient of a sum is.
+    return tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8)
 
 
 def short(dtype: torch.dtype) -> str:

@@ -103,14 +103,25 @@ def _explain(outcome: ItemOutcome, recorded: ItemOutcome, case: str) -> str:
     }
     compiled = any(COMPILED in rank.parts() for rank in outcome.ranks)
     if not any(again.values()):
-        passed = _AGREES_UNCOMPILED if compiled else _PASSED
-        return _LATE if recorded.timed_out else passed if _passed(recorded) else _OTHERWISE
+        if recorded.timed_out:
+            return _LATE
+        if _passed(recorded):
+            return _AGREES_UNCOMPILED if compiled else _PASSED
+        return _OTHERWISE + _raised(recorded)
     for rank in outcome.ranks:
         new = iter(again.get(rank.rank, ()))
         rank.reports[:] = [
             next(new, report) if _case_of(report) == case else report for report in rank.reports
         ]
     return _PARTS_UNCOMPILED if compiled else ""
+
+
+def _raised(outcome: ItemOutcome) -> str:
+    """Return the first line of what a rank raised, behind a colon; empty if none raised anything."""
+    for report in (report for rank in outcome.ranks for report in rank.reports):
+        if report["outcome"] == "failed" and isinstance(report["longrepr"], dict):
+            return f": {report['longrepr']['reprcrash']['message'].partition(chr(10))[0]}"
+    return ""
 
 
 def _passed(outcome: ItemOutcome) -> bool:

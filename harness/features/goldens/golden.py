@@ -21,7 +21,7 @@ from lockstep.features.goldens.text import Golden, GoldenEntry, differences
 from lockstep.output import write_text
 from lockstep.rank.world_fixture import RankWorld
 from lockstep.recorders import CollectivesLog, named_tensors
-from lockstep.recorders.tensors import local_part, short
+from lockstep.recorders.tensors import flat_bytes, local_part, short
 
 __all__ = ["GoldenRun", "Goldens"]
 
@@ -188,7 +188,7 @@ def describe(tensor: torch.Tensor) -> str:
         digits = 17 if local.dtype == torch.float64 else 9
         value = local.item()
         return f"{head} value {value:.{digits}g}" if isinstance(value, float) else f"{head} value {value}"
-    bits = hashlib.sha256(local.reshape(-1).view(torch.uint8).numpy().tobytes()).hexdigest()[:12]
+    bits = hashlib.sha256(flat_bytes(local).numpy().tobytes()).hexdigest()[:12]
     if local.is_complex():
         local = torch.view_as_real(local)
     flat = local.reshape(-1).double()

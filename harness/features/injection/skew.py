@@ -20,7 +20,7 @@ from lockstep.features.injection.torch_internals import delayed_callbacks, untra
 from lockstep.features.injection.work import Watched
 from lockstep.recorders.collectives import NOT_COLLECTIVES
 from lockstep.recorders.in_flight import InFlight
-from lockstep.recorders.tensors import short
+from lockstep.recorders.tensors import flat_bytes, short
 from lockstep.recorders.torch_internals import TorchDispatchMode
 
 __tracebackhide__ = True  # under pytest a failure points to the call
@@ -196,5 +196,4 @@ def _overlaps(tensor: Tensor, others: Sequence[Tensor]) -> bool:
 
 def _is_same(tensor: Tensor, other: Tensor) -> bool:
     """Return whether two contiguous tensors have the same bits."""
-    ours, others = (each.data.reshape(-1).view(torch.uint8) for each in (tensor, other))
-    return torch.equal(ours, others)
+    return torch.equal(flat_bytes(tensor), flat_bytes(other))

@@ -21,9 +21,7 @@ PLACE = {
 @pytest.fixture(scope="module")
 def report(shared_project):
     """The text that one run of the project prints, by test."""
-    # DDP imports torch._dynamo: a second of CPU, which each new rank would need for itself.
-    preload = "ranks_preload = torch._dynamo lockstep.assertions\n"
-    shared_project.copy("divergence", f"{preload}filterwarnings = ignore::FutureWarning\n")
+    shared_project.copy("divergence", "filterwarnings = ignore::FutureWarning\n")
     cache = {"TORCHINDUCTOR_CACHE_DIR": str(shared_project.path / "inductor")}  # which torch makes for DDP
     output = shared_project.run(environ=cache)
     shared_project.assert_nothing_is_left()
@@ -87,6 +85,15 @@ def test_a_divergence_that_does_not_come_again_is_said_to_be_one(report):
     text = report["test_not_every_time"]
     assert "the test ran again, with recording, and passed" in text
     assert "Greatest absolute difference" in text  # of the run that failed
+
+
+def test_a_recorded_run_that_ends_before_the_assertion_says_why(report):
+    text = report["test_another_way"]
+    assert "did not come to this assertion: it failed in another way: ValueError: not a second time" in text
+
+
+def test_gradients_of_one_element_are_recorded(report):
+    assert "step 0, after backward: gradient of `weight` that the optimizer" in report["test_one_element"]
 
 
 def test_ranks_part_at_the_gradient_that_nothing_reduces(report, place):

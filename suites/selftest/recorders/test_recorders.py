@@ -16,6 +16,7 @@ from torch.utils.checkpoint import checkpoint
 
 from lockstep.recorders import Collective, CollectivesLog, ForwardDtypes, named_tensors
 from lockstep.recorders.execution import ExecutionLog
+from lockstep.recorders.tensors import flat_bytes
 
 pytestmark = [
     # torch 2.13 gave two collectives new names, torch 2.11 does not have those yet.
@@ -361,6 +362,22 @@ def test_query_for_floating_inputs_fails_where_all_are_integers():
 def test_log_of_dtypes_that_was_never_entered_does_not_answer(two_layers):
     with pytest.raises(RuntimeError, match="never entered"):
         len(ForwardDtypes(two_layers))
+
+
+@pytest.mark.parametrize(
+    "tensor",
+    [
+        torch.ones(1).expand(1, 1),
+        torch.ones(()),
+        torch.ones(0, 3),
+        torch.arange(6.0).reshape(2, 3).t(),
+        torch.arange(8, dtype=torch.int16)[::2],
+        torch.tensor([1 + 2j]),
+    ],
+    ids=["expanded", "number", "empty", "transposed", "strided", "complex"],
+)
+def test_a_tensor_of_any_strides_is_compared_by_its_bytes(tensor):
+    assert flat_bytes(tensor).numpy().tobytes() == tensor.numpy().tobytes()
 
 
 def test_named_tensors_gives_each_tensor_its_path():

@@ -96,6 +96,23 @@ def test_not_every_time(world, training):
     assert_parity(ddp(), sharded("cast" if is_first else ""), training)
 
 
+def test_another_way(world, training):
+    first = world.shared_tmp_path.parent / f"ran-once-{world.rank}"
+    if first.exists():
+        raise ValueError("not a second time\nat all")
+    first.touch()
+    assert_parity(ddp(), sharded("cast"), training)
+
+
+def test_one_element(world):
+    """Its gradient is a view of one number, whose strides are 0."""
+    model = nn.Linear(4, 1)
+    sgd = torch.optim.SGD(model.parameters(), lr=0.1)
+    model(torch.ones(1, 4) + world.rank).sum().backward()
+    sgd.step()
+    assert_same_across_ranks(dict(model.named_parameters()))
+
+
 def test_unreduced_gradient(world):
     torch.manual_seed(0)
     model = make_layers()
