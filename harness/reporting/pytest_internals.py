@@ -7,6 +7,8 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
+from typing import Any
 
 import pytest
 from _pytest._code.code import (
@@ -59,6 +61,14 @@ def crash_of(report: pytest.TestReport) -> str:
     """Return the line that pytest takes for that of the failure, as `file:line`, else ""."""
     crash = getattr(report.longrepr, "reprcrash", None)
     return "" if crash is None else f"{crash.path}:{crash.lineno}"
+
+
+def keep_values(subtest: Any, data: Mapping[str, Any]) -> None:
+    """Show the values of a subtest as they were sent: pytest takes the repr of each again as it reads them.
+
+    If it moves: `SubtestContext._from_json` in `_pytest.subtests`.
+    """
+    object.__setattr__(subtest.context, "kwargs", data["_subtest.context"]["kwargs"])
 
 
 def location_of(report: pytest.TestReport, message: str) -> ReprFileLocation:

@@ -14,6 +14,7 @@ import pytest
 
 from lockstep.protocol import TRIAL, Finished
 from lockstep.pytest_internals import is_xfail_call
+from lockstep.reporting.pytest_internals import keep_values
 from lockstep.world.diagnosis import Diagnosis, place_of
 from lockstep.world.outcome import Died, ItemOutcome, RankOutcome, Stuck
 
@@ -46,6 +47,7 @@ class RankReports:
             if type(report) is pytest.TestReport:
                 ranks.phases[report.when] = report
             else:
+                keep_values(report, data)
                 counts[report.head_line] += 1
                 ranks.subtests[report.head_line, counts[report.head_line]] = report
         return ranks

@@ -151,6 +151,21 @@ def test_cases_fail_on_all_ranks_by_name_and_the_rest_runs(
         assert reached == ["1 x", "1 y", "2 y", "3 x", "3 y"]
 
 
+def test_values_of_subtests_are_shown_as_without_ranks(pytester: pytest.Pytester) -> None:
+    body = (
+        "    for n in (1, 2):\n"
+        "        with subtests.test(n=n, name='x', size=(1, 2)):\n"
+        "            assert n == 1\n"
+    )
+    pytester.makepyfile(
+        f"import pytest\n\ndef test_plain(subtests):\n{body}\n"
+        f"@pytest.mark.ranks(2)\ndef test_on_ranks(world, subtests):\n{body}"
+    )
+    result = pytester.runpytest_subprocess()
+    found = re.findall(r"SUBFAILED(.*?) test_\w+.py::(\w+)", result.stdout.str())
+    assert found == [("(n=2, name='x', size=(1, 2))", name) for name in ("test_plain", "test_on_ranks")]
+
+
 def test_the_re_run_line_of_a_failed_case_runs_it_alone(pytester: pytest.Pytester) -> None:
     copy_project("subtests", pytester.path)
     names = ("test_one_bad_case", "test_skipped_cases_are_skipped", "test_work_in_flight")
