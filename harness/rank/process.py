@@ -131,7 +131,7 @@ class Rank:
                 "before cases that may fail"
             )
         self._own_connections()
-        self.group.repair()
+        self.group.repair(self.status.activity.case)
         self.hook.pytest_ranks_regrouped()
         self.agree(Vote(self.status.activity.case, "met"))
 

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 import importlib
 import os
 import time
 from collections import deque
+from collections.abc import Callable, Sequence
+from typing import Any
+from weakref import WeakSet
 
 import torch
 import torch.distributed as dist
@@ -21,8 +25,41 @@ from lockstep.rank.torch_internals import (
     process_groups,
     set_default_store,
     take_groups,
+    wrap_destroy_process_group,
 )
 from lockstep.specification import RankSpec
+
+
+class EndedGroups:
+    """Groups of tests that ended with a failed case: those who made them may destroy them once more.
+
+    Attributes:
+        note: words for what fails without them later in the test; "" if there are none.
+    """
+
+    def __init__(self) -> None:
+        self._groups: WeakSet[dist.ProcessGroup] | None = None
+        self.note = ""
+
+    def add(self, groups: Sequence[dist.ProcessGroup], case: str) -> None:
+        if not groups:
+            return
+        self.note = (
+            f"process groups and meshes that were made before case [{case}] ended when it failed: make those "
+            "that cases use inside of each case"
+        )
+        if self._groups is None:
+            self._groups = WeakSet()
+            wrap_destroy_process_group(self._tolerant)
+        self._groups.update(groups)
+
+    def _tolerant(self, destroy: Callable[..., None]) -> Callable[..., None]:
+        @functools.wraps(destroy)
+        def wrapper(group: Any = None) -> None:
+            if group is None or self._groups is None or group not in self._groups:
+                destroy(group)
+
+        return wrapper
 
 
 class DefaultGroup:
@@ -37,6 +74,7 @@ class DefaultGroup:
         local_rank = spec.rank if spec.place is None else spec.place.local_rank
         self.device = Device(spec.key.device).of_rank(local_rank, spec.gpus)
         self.is_aborted = False
+        self.ended = EndedGroups()
         self._joined = 0
         self._store: dist.Store | None = None
         self.stores = Stores(spec)
@@ -108,6 +146,7 @@ class DefaultGroup:
         group the test's own is expected, and none of an earlier test counts.
         """
         del self.joins[:-1]
+        self.ended.note = ""
         if self._store is not None and dist.is_initialized():
             self._items += 1
             set_default_store(dist.PrefixStore(f"item-{self._items}", self._store))
@@ -192,8 +231,14 @@ class DefaultGroup:
             return group_members()
         return [(group, tuple(self._living[rank] for rank in ranks)) for group, ranks in group_members()]
 
-    def repair(self) -> None:
-        """Leave the group and meet the other ranks in a new one. Every rank must do so."""
+    def repair(self, case: str = "") -> None:
+        """Leave the group and meet the other ranks in a new one. Every rank must do so.
+
+        Args:
+            case: what has failed, and ends with it the groups that the test has made before.
+        """
+        if case:
+            self.ended.add([each for each in process_groups() if each is not dist.group.WORLD], case)
         self.abort()
         self._destroy()
         self.join()

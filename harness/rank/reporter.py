@@ -50,7 +50,9 @@ class RankReporter:
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_runtest_makereport(self, item: pytest.Item, call: pytest.CallInfo[None]) -> None:
-        self._raised = call.excinfo and call.excinfo.value
+        self._raised = error = call.excinfo and call.excinfo.value
+        if self._rank.group.ended.note and isinstance(error, RuntimeError | ValueError):
+            error.add_note(self._rank.group.ended.note)
         self._rank.forks.end_child(self._raised)  # of a subtest, above all
         self._output.settle(item)
 

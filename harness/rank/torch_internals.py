@@ -172,6 +172,11 @@ def wrap_init_process_group(wrap: Callable[[Callable[..., None]], Callable[..., 
     dist.init_process_group = _c10d.init_process_group = wrap(_c10d.init_process_group)
 
 
+def wrap_destroy_process_group(wrap: Callable[[Callable[..., None]], Callable[..., None]]) -> None:
+    """Replace `destroy_process_group` in the two modules that have it by what `wrap` makes of it."""
+    dist.destroy_process_group = _c10d.destroy_process_group = wrap(_c10d.destroy_process_group)
+
+
 def open_lasting_pipe() -> None:
     """Open the pipe that the first server of a TCPStore opens, for good: it is no test's.
 

@@ -151,6 +151,53 @@ def test_cases_fail_on_all_ranks_by_name_and_the_rest_runs(
         assert reached == ["1 x", "1 y", "2 y", "3 x", "3 y"]
 
 
+GROUPS = """
+import pytest
+import torch
+import torch.distributed as dist
+
+pytestmark = pytest.mark.ranks(2)
+
+@pytest.fixture(scope="session")
+def group():
+    made = dist.new_group([0, 1])
+    yield made
+    dist.destroy_process_group(made)
+
+def test_does_not_use_it(world, group, run_subtests):
+    def claim(a):
+        assert a == 1 or world.rank == 0
+    run_subtests({"a": [1, 2, 3]}, claim)
+
+def test_uses_it(world, group, run_subtests):
+    def claim(a):
+        assert a != 2
+        dist.all_reduce(torch.ones(1), group=group)
+    run_subtests({"a": [1, 2, 3]}, claim)
+
+def test_later(world, group):
+    dist.all_reduce(torch.ones(1), group=group)
+"""
+
+
+def test_groups_that_end_with_a_failed_case_are_named_and_may_be_destroyed_again(
+    pytester: pytest.Pytester,
+) -> None:
+    pytester.makepyfile(GROUPS)
+    result = pytester.runpytest_subprocess()
+    text = result.stdout.str()
+    failed = re.findall(r"^SUBFAILED\[(a=\d)\] test_\w+.py::(\w+)", text, re.MULTILINE)
+    assert failed == [(f"a={a}", "test_does_not_use_it") for a in (2, 3)] + [
+        (f"a={a}", "test_uses_it") for a in (2, 3)
+    ]
+    assert "ERROR" not in text
+    assert "1 passed" in text
+    errors = [line for line in text.splitlines() if line.startswith("E ") and "before case" in line]
+    assert {line.removeprefix("E").strip().partition(":")[0] for line in errors} == {
+        "process groups and meshes that were made before case [a=2] ended when it failed"
+    }
+
+
 def test_values_of_subtests_are_shown_as_without_ranks(pytester: pytest.Pytester) -> None:
     body = (
         "    for n in (1, 2):\n"
