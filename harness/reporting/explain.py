@@ -74,7 +74,9 @@ def _head(first: list[Problem], outcome: ItemOutcome, others: list[list[Problem]
     title = first[0].title + (" first" if others and first[0].title == "failed" else "")
     but = "" if len({problem.said() for problem in first}) == 1 else " but for the rank's own number"
     if len(first) == size and size > 1:
-        return [f"all {size} ranks {title}, with the same traceback{but}; this is rank {first[0].rank}'s"]
+        shown = first[0].shown()
+        same = f", with the same {shown}{but}; this is rank {first[0].rank}'s" if shown else ""
+        return [f"all {size} ranks {title}{same}"]
     host = next(each.host for each in outcome.ranks if each.rank == first[0].rank)
     host = f" (host {host})" if host else ""
     head = [f"rank {first[0].rank} of {outcome.world}{host} {title}"]

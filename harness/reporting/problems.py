@@ -14,7 +14,7 @@ import pytest
 from lockstep.backends import BROKEN_CONNECTION
 from lockstep.protocol import SKIPS_ALL, VICTIM_OF_A_CASE, VICTIM_OF_A_TRIAL, Finished
 from lockstep.reporting.differences import without_addresses, without_own_number
-from lockstep.reporting.pytest_internals import ReprFileLocation, lines, messages
+from lockstep.reporting.pytest_internals import ReprFileLocation, has_traceback, lines, messages
 from lockstep.reporting.rank_reports import PHASES, Context, Phase, RankReports
 from lockstep.tracebacks import user_line
 from lockstep.world.diagnosis import place_of
@@ -61,6 +61,12 @@ class Problem:
             return self.report.longreprtext
         last = f"rank {self.rank}'s last output:\n{self.output}" if self.output else ""
         return "\n".join(filter(None, (self.text, last)))
+
+    def shown(self) -> str:
+        """Return the word for what `details` returns, "" if that is nothing."""
+        if self.report is not None:
+            return "traceback" if has_traceback(self.report) else "message"
+        return "traceback" if self.text else "last output" if self.output else ""
 
     def keys(self) -> set[object]:
         """Return values of which problems have one in common where only one of them is to be shown.

@@ -37,6 +37,11 @@ def links(report: pytest.TestReport | pytest.CollectReport) -> list[Link]:
             return []
 
 
+def has_traceback(report: pytest.TestReport) -> bool:
+    """Return whether a failure shows more than its message, as `pytest.fail(pytrace=False)` does not."""
+    return any(entry.style != "value" for entry, _, _ in links(report))
+
+
 def messages(report: pytest.TestReport) -> list[str]:
     """Return the message of every exception of the report's chain, the one that ended the phase last."""
     messages = [crash.message for _, crash, _ in links(report) if crash is not None]

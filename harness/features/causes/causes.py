@@ -21,6 +21,10 @@ _NATIVE_ERROR = re.compile(r"^(?P<error>[A-Za-z_][\w.]*(?:: .*)?)$", re.MULTILIN
 # Between the tracebacks of two ranks, and around the end; between two exceptions of a chain.
 _NEXT = re.compile(r"^-{5,} .*$|^(?:The above exception was|During handling of the above).*$", re.MULTILINE)
 
+# Above the message of a failure on ranks: the first line, and those on the other ranks.
+_FAILED = re.compile(r"(?:all \d+ ranks|rank \d+ of [^:]*) failed\b")
+_OF_OTHERS = re.compile(r"ranks? \d[^:]*: ")
+
 # What differs between failures of one cause, the longer first.
 _FOLDER = re.compile(r"(?<![\w/])/(?:[^\s/'\"]+/)+(?=[^\s/'\"]+)")
 _ID_OR_NUMBER = re.compile(
@@ -29,6 +33,7 @@ _ID_OR_NUMBER = re.compile(
 _SHAPE = re.compile(r"([\[(])(?:N(?:, ?|(?=[\])])))+(?=[\])])")
 _NAME = re.compile(r"[^\s:]+(?=: Mismatched elements)")  # of a tensor that is compared
 _DIFFERENCE = re.compile(r"; Greatest absolute difference: .*")
+_SAME = re.compile(r", with the same [^,;]*; this is rank .*")
 _TENSOR = re.compile(r"\btensor\(.*?\)(?=$|[^\w)\]])")
 
 
@@ -80,14 +85,18 @@ def cause_of(text: str) -> tuple[str, str]:
 def brief(text: str) -> str:
     """Return the line of a failure that says most: pytest's first line of the error."""
     lines = [line for line in text.splitlines() if line.strip()]
-    errors = (line.removeprefix("E").strip() for line in lines if line.startswith("E  "))
+    errors = [line.removeprefix("E").strip() for line in lines if line.startswith("E  ")]
     if _NATIVE in text and (found := _NATIVE_ERROR.search(text.partition(_NATIVE)[2])):
         return found["error"]
-    return next(errors, lines[0] if lines else "")
+    if not errors and lines and _FAILED.match(lines[0]):  # without a traceback the message is below
+        said = _NEXT.split(text)[0].splitlines()[1:]
+        errors = [line for line in said if line.strip() and not _OF_OTHERS.match(line)]
+    return next(iter(errors or lines), "")
 
 
 def _without_details(message: str) -> str:
     """Return a message without what differs between failures of one cause, and not too long."""
+    message = _SAME.sub("", message)
     message = _DIFFERENCE.sub("", _NAME.sub("NAME", message))
     message = _FOLDER.sub(".../", message)
     message = _TENSOR.sub("tensor(...)", message)

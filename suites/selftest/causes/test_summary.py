@@ -110,6 +110,22 @@ def test_the_first_exception_of_a_chain_is_the_cause() -> None:
     assert cause_of(text) == ("a.py:3", "ValueError: no key")
 
 
+@pytest.mark.parametrize(
+    ("text", "what"),
+    [
+        ("all 2 ranks failed, with the same message; this is rank 1's\n[XPASS(strict)]", "[XPASS(strict)]"),
+        ("rank 1 of 2 failed\nrank 0: passed\nfaults.kill() never struck", "faults.kill() never struck"),
+        ("rank 0 of 2 died: SIGABRT (`x` failed)\nrank 1: passed", "rank N of N died: SIGABRT (`x` failed)"),
+        (
+            "all 2 ranks died: SIGKILL, with the same last output; this is rank 1's",
+            "all N ranks died: SIGKILL",
+        ),
+    ],
+)
+def test_the_first_line_of_a_report_is_no_cause_where_another_says_more(text: str, what: str) -> None:
+    assert cause_of(f"{text}\n------ re-run (seed 0) ------\npytest test_x.py") == ("", what)
+
+
 def test_tracebacks_of_python_are_read_too() -> None:
     text = 'Traceback (most recent call last):\n  File "a.py", line 3, in load\n    x\nValueError: no key 3\n'
     assert cause_of(text) == ("a.py:3", "ValueError: no key N")

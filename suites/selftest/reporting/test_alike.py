@@ -9,7 +9,10 @@ from suites.selftest.project import Project
 
 TESTS = """
 import os
+import signal
 import subprocess
+
+import pytest
 
 
 def test_numbers(world):
@@ -18,6 +21,15 @@ def test_numbers(world):
 
 def test_index():
     raise ValueError("at index (0, 1)")
+
+
+@pytest.mark.xfail(strict=True)
+def test_strict():
+    pass
+
+
+def test_deaths():
+    os.kill(os.getpid(), signal.SIGKILL)
 
 
 def test_values(world):
@@ -53,6 +65,13 @@ def test_failures_that_differ_by_addresses_and_the_rank_are_shown_once(output: s
 def test_failures_that_name_one_index_on_all_ranks_are_shown_once(output: str) -> None:
     assert output.count("all 2 ranks failed, with the same traceback; this is rank ") == 1
     assert output.count("E       ValueError: at index (0, 1)") == 1
+
+
+def test_failures_without_a_traceback_have_none_in_common(output: str) -> None:
+    lines = output.splitlines()
+    message = lines[lines.index("[XPASS(strict)]") - 1]
+    assert message.startswith("all 2 ranks failed, with the same message; this is rank ")
+    assert "all 2 ranks died: SIGKILL" in lines
 
 
 def test_failures_with_other_values_are_shown_each(output: str) -> None:
