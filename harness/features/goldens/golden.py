@@ -109,6 +109,7 @@ class Goldens:
         if not path.exists() or _without_maker(_read(path)) != _without_maker(text):
             path.parent.mkdir(parents=True, exist_ok=True)
             write_text(path, text)
+            self._request.node.user_properties.append(("golden-written", str(path)))
         return ""
 
     def _compare(self, run: GoldenRun, now: Golden) -> str:

@@ -32,10 +32,11 @@ def pytest_terminal_summary(
 ) -> Generator[None, object, object]:
     result = yield
     reports = (report for found in terminalreporter.stats.values() for report in found)
-    properties = (pair for report in reports for pair in getattr(report, "user_properties", ()))
+    properties = [pair for report in reports for pair in getattr(report, "user_properties", ())]
     if used := {str(value) for name, value in properties if name == "golden"}:
         from lockstep.features.goldens.summary import lines
 
-        for line in lines(config, terminalreporter.stats, used):
+        written = {str(value) for name, value in properties if name == "golden-written"}
+        for line in lines(config, terminalreporter.stats, used, written):
             terminalreporter.write_line(line)
     return result

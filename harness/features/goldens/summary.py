@@ -12,15 +12,19 @@ from pathlib import Path
 import pytest
 
 
-def lines(config: pytest.Config, stats: Mapping[str, list[object]], used: Collection[str]) -> Iterator[str]:
+def lines(
+    config: pytest.Config, stats: Mapping[str, list[object]], used: Collection[str], written: Collection[str]
+) -> Iterator[str]:
     """Yield what to say of the goldens that tests have used, and of those beside them.
 
     Args:
         stats: the reports of the run by kind.
         used: paths.
+        written: those of them that this run has written.
     """
     if config.getoption("update_goldens"):
-        yield f"goldens: {len(used)} up to date"
+        counts = {"written": len(written), "up to date": len(used) - len(written)}
+        yield f"goldens: {', '.join(f'{count} {what}' for what, count in counts.items() if count)}"
     for path in _unused(config, stats, {Path(each) for each in used}):
         where = os.path.relpath(path, config.invocation_params.dir)
         yield f"golden that no test has used: {where}; remove it"
