@@ -31,13 +31,6 @@ def are_seconds(value: Any) -> bool:
     return is_number(value) and 0 < value <= MOST_SECONDS
 
 
-def problem_of_size(value: Any) -> str:
-    """Return what is wrong with the size of a world in a mark, "" if nothing is."""
-    if not is_whole(value):
-        return "a world size is a whole number: write ranks(2)"
-    return "" if 1 <= value <= MOST_RANKS else f"a world has 1 to {MOST_RANKS} ranks"
-
-
 def shown(value: object) -> str:
     """Return the repr of a value for an error about it, cut; an int of 4,301 digits has none."""
     try:

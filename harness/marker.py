@@ -5,6 +5,7 @@ Used on both sides at collection; must not import torch.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any
@@ -91,7 +92,7 @@ def _ranks_marks(cls: type) -> list[pytest.Mark]:
 
 def _parse(node: pytest.Item | Any, sizes: tuple[Any, ...], given: Mapping[str, Any]) -> RanksMark:
     from lockstep.backends import check_backend, meets
-    from lockstep.bounds import SECONDS, are_seconds, problem_of_size, shown
+    from lockstep.bounds import SECONDS, are_seconds, shown
 
     checks: dict[str, Callable[[RanksMark, Any], Any]] = {}
     if others := given.keys() - _OPTIONS:
@@ -100,13 +101,7 @@ def _parse(node: pytest.Item | Any, sizes: tuple[Any, ...], given: Mapping[str, 
         if unknown := sorted(others - checks.keys()):
             has = ", ".join((*_OPTIONS[:-1], *checks, _OPTIONS[-1]))
             raise MarkError(f"ranks() has no option {unknown[0]!r}; it has {has}")
-    if not sizes:
-        raise MarkError("ranks() needs at least one world size: write ranks(2), or ranks(2, 4) for two items")
-    for size in sizes:
-        if problem := problem_of_size(size):
-            raise MarkError(f"ranks({shown(size)}): {problem}")
-    if len(set(sizes)) != len(sizes):
-        raise MarkError(f"ranks{sizes}: a world size is given twice")
+    _check_sizes(sizes)
     mark = RanksMark(sizes, **{name: value for name, value in given.items() if name not in others})
     mark.options.update({name: checks[name](mark, given[name]) for name in checks if name in others})
     if mark.backend is not None:
@@ -126,6 +121,30 @@ def _parse(node: pytest.Item | Any, sizes: tuple[Any, ...], given: Mapping[str, 
     if not are_words or not set(mark.needs) <= NEEDS.keys():
         raise MarkError(f"ranks(needs={shown(mark.needs)}): needs is a tuple of words of: {', '.join(NEEDS)}")
     return mark
+
+
+def _check_sizes(sizes: tuple[Any, ...]) -> None:
+    from lockstep.bounds import MOST_RANKS, is_whole, shown
+
+    if not sizes:
+        raise MarkError("ranks() needs at least one world size: write ranks(2), or ranks(2, 4) for two items")
+    for size in sizes:
+        if not is_whole(size):
+            meant = ", ".join(_sizes_meant(sizes)) or "2"
+            raise MarkError(f"ranks({shown(size)}): a world size is a whole number: write ranks({meant})")
+        if not 1 <= size <= MOST_RANKS:
+            raise MarkError(f"ranks({shown(size)}): a world has 1 to {MOST_RANKS} ranks")
+    if len(set(sizes)) != len(sizes):
+        raise MarkError(f"ranks{sizes}: a world size is given twice")
+
+
+def _sizes_meant(sizes: tuple[Any, ...]) -> list[str]:
+    """Return the whole numbers among the arguments of a mark, those in lists and strings too."""
+    from lockstep.bounds import shown
+
+    values = [each for size in sizes for each in (size if isinstance(size, list | tuple) else [size])]
+    texts = [each if isinstance(each, str) else shown(each) for each in values]
+    return [found[1] for text in texts if (found := re.fullmatch(r"([1-9][0-9]{0,6})(\.0)?", text))]
 
 
 _OPTIONS = tuple(each.name for each in fields(RanksMark)[1:-1])
