@@ -63,10 +63,12 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     mark = definition.get_closest_marker("layouts")
     if mark is None:
         if _uses_layout(metafunc):
-            _refuse(metafunc, f"the fixture `layout` exists only in layouts: {_REMEDY}")
+            raise _refusal(metafunc, f"the fixture `layout` exists only in layouts: {_REMEDY}")
         return
     if any(each.name == "ranks" for each in definition.own_markers):
-        _refuse(metafunc, "layouts: a layout says on how many ranks the test runs; remove the mark `ranks`")
+        raise _refusal(
+            metafunc, "layouts: a layout says on how many ranks the test runs; remove the mark `ranks`"
+        )
     try:
         added = [name for each in metafunc.config.hook.pytest_ranks_mark_options() for name in each]
         options = dict(mark.kwargs)
@@ -74,7 +76,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
             options.setdefault("backend", FAKE)  # so that each layout is one item
         wanted = parse_mark(mark.args, options, added)
     except MarkError as error:
-        _refuse(metafunc, str(error))
+        raise _refusal(metafunc, str(error)) from None
     if "layout" not in metafunc.fixturenames:
         metafunc.fixturenames.append("layout")
     sizes = [
@@ -95,8 +97,8 @@ def _uses_layout(metafunc: pytest.Metafunc) -> bool:
     return getattr(function, "__module__", "") == __name__
 
 
-def _refuse(metafunc: pytest.Metafunc, why: str) -> None:
-    pytest.fail(f"{metafunc.definition.nodeid}: {why}", pytrace=False)
+def _refusal(metafunc: pytest.Metafunc, why: str) -> BaseException:
+    return pytest.fail.Exception(f"{metafunc.definition.nodeid}: {why}", pytrace=False)
 
 
 @pytest.fixture
