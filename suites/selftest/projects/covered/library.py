@@ -11,8 +11,10 @@ def on_rank(rank):
     return "a line of rank 0's"
 
 
-def before_the_end():
-    return "a line that ran a while before a rank was killed"
+def before_the_end(rank):
+    if rank == 1:
+        return "a line that ran in the test before another rank was killed"
+    return "a line that ran in the test before this rank was killed"
 
 
 def never():
