@@ -186,8 +186,9 @@ class OpenResources(NamedTuple):
         children = sorted(with_descendants(set(self.children)))
         threads = sorted(self.threads, key=lambda thread: thread.name)
         files = sorted(self.files, key=int)
-        # Pipes lead to the processes, where any were left.
-        files = [fd for fd in files if not (self.children and "pipe:" in _name_of_file(fd))]
+        # Pipes lead to the processes, where any were left: children, or forks of the server of the ranks.
+        has_processes = self.children or multiprocessing.active_children()
+        files = [fd for fd in files if not (has_processes and "pipe:" in _name_of_file(fd))]
         return [
             *(f"process {pid} ({_title_of(pid)}), which was ended" for pid in children),
             *(f"thread {thread.name!r} (runs {_target_of(thread)})" for thread in threads),

@@ -77,9 +77,9 @@ def begin(state: ProcessState, server: Server, parent: int, method: str, rewritt
     signal.setitimer(signal.ITIMER_REAL, 0)
     sys.excepthook = sys.__excepthook__
     state.take_over()
-    os.close(ready)
     with contextlib.suppress(OSError):  # the controller is gone, with its directory
         record_failures(server.directory)
+    os.close(ready)
     gc.enable()
     gc.unfreeze()
     _seed_generators()

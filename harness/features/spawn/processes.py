@@ -96,7 +96,8 @@ class TestProcesses:
         started = {each.process.pid or 0 for each in (*self._of_fixtures, *self._of_item) if _is_alive(each)}
         if not self.directory:
             return started
-        return started | {int(path.stem) for path in Path(self.directory, "spawned").glob("*.stacks")}
+        recorded = {int(path.stem) for path in Path(self.directory, "spawned").glob("*.stacks")}
+        return started | {pid for pid in recorded if is_running(pid)}
 
     # A hang
 
@@ -240,7 +241,7 @@ class TestProcesses:
         Raises:
             pytest.fail.Exception: under `ranks_leaks = error`.
         """
-        if not self._of_item:
+        if not self._of_item and not (self.pids() and self._strays()):  # those that its ranks have started
             return
         self._keep_held()
         said = [_of_running(each) for each in self._of_item if _is_alive(each)]

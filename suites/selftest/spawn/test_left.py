@@ -21,6 +21,7 @@ SAID = {
     "test_unseen": r"process \d+ \(SpawnProcess-\d+, `fail`\), which exited with code 1; the test did not",
     "test_child": r"process \d+ \(sleep 1000\), which was ended",
     "test_nested": r"process \d+ \(started by a process of the test\), which was ended",
+    "test_on_rank": r"process \d+ \(started by a process of the test\), which was ended",
 }
 
 
@@ -43,5 +44,5 @@ def test_as_errors_they_are_of_those_tests_alone_and_nothing_stays(project: Proj
     assert {name for name, said in found.items() if said != "passed"} == {
         f"test_left.{name}" for name in SAID
     }
-    assert len(found) == 13
+    assert len(found) == 15
     project.assert_nothing_is_left()

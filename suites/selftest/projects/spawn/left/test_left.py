@@ -29,6 +29,10 @@ def nest():
     os._exit(0)
 
 
+def start(rank):
+    multiprocessing.get_context("spawn").Process(target=wait).start()
+
+
 def run(target):
     process = CONTEXT.Process(target=target)
     process.start()
@@ -63,6 +67,14 @@ def test_child():
 
 def test_nested():
     run(nest)
+
+
+def test_on_rank():
+    mp.spawn(start)
+
+
+def test_after_rank():
+    mp.spawn(print)
 
 
 POOLS = {}
