@@ -373,11 +373,14 @@ def test_log_of_dtypes_that_was_never_entered_does_not_answer(two_layers):
         torch.arange(6.0).reshape(2, 3).t(),
         torch.arange(8, dtype=torch.int16)[::2],
         torch.tensor([1 + 2j]),
+        torch.tensor([1 + 2j]).conj(),
+        torch.tensor([1 + 2j]).conj().imag,
     ],
-    ids=["expanded", "number", "empty", "transposed", "strided", "complex"],
+    ids=["expanded", "number", "empty", "transposed", "strided", "complex", "conjugate", "negative"],
 )
 def test_a_tensor_of_any_strides_is_compared_by_its_bytes(tensor):
-    assert flat_bytes(tensor).numpy().tobytes() == tensor.numpy().tobytes()
+    expected = tensor.resolve_conj().resolve_neg().numpy().tobytes()
+    assert flat_bytes(tensor).numpy().tobytes() == expected
 
 
 def test_named_tensors_gives_each_tensor_its_path():
