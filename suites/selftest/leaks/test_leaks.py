@@ -256,6 +256,9 @@ def test_the_compile_worker_is_known_by_a_path_longer_than_what_is_shown() -> No
         Popen(["sh", "-c", "read line", path], stdin=PIPE) as worker,
         Popen(["sh", "-c", "read line"], stdin=PIPE) as other,
     ):
+        # Popen returns from an exec some moments before the system has the new command line.
+        files = [Path(f"/proc/{each.pid}/cmdline") for each in (worker, other)]
+        wait_for(lambda: all(file.read_bytes().startswith(b"sh") for file in files), "their command lines")
         left = OpenResources(frozenset({worker.pid, other.pid}))
         assert left.of_tests(set()).children == {other.pid}
         assert OpenResources(frozenset({other.pid})).describe() == [

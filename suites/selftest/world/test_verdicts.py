@@ -102,7 +102,7 @@ def test_an_unexpected_pass_is_reported_as_in_pytest(session: FaultSession) -> N
 
 
 def test_a_subtest_of_one_rank_fails_under_its_name(session: FaultSession) -> None:
-    assert "SUBFAILED(i='2') test_faults.py::test_subtests - rank 1: " in session.output
+    assert "SUBFAILED(i=2) test_faults.py::test_subtests - rank 1: " in session.output
     assert "FAILED test_faults.py::test_subtests - contains 1 failed subtest" in session.output
 
 
