@@ -104,6 +104,7 @@ class Rank:
         activity = self.status.activity
         activity.count = count
         activity.case = activity.abortable = name
+        self.group.ended.begin_case()
         seed_everything(self.spec.seed, self.group.device)
 
     def end_case(self) -> None:

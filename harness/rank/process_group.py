@@ -7,7 +7,7 @@ import importlib
 import os
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 from weakref import WeakSet
 
@@ -34,20 +34,28 @@ class EndedGroups:
     """Groups of tests that ended with a failed case: those who made them may destroy them once more.
 
     Attributes:
-        note: words for what fails without them later in the test; "" if there are none.
+        note: words for what fails for want of one that was made before the case; "" if none was.
     """
 
     def __init__(self) -> None:
         self._groups: WeakSet[dist.ProcessGroup] | None = None
+        self._before: WeakSet[dist.ProcessGroup] = WeakSet()
         self.note = ""
 
-    def add(self, groups: Sequence[dist.ProcessGroup], case: str) -> None:
+    def begin_case(self) -> None:
+        """Take the groups that there are for those of others than the case."""
+        self._before = WeakSet(_groups_of_tests())
+
+    def end(self, case: str) -> None:
+        """Take note of the groups that a failed case is about to end."""
+        groups = _groups_of_tests()
         if not groups:
             return
-        self.note = (
-            f"process groups and meshes that were made before case [{case}] ended when it failed: make those "
-            "that cases use inside of each case"
-        )
+        if not self.note and not self._before.isdisjoint(groups):
+            self.note = (
+                f"process groups and meshes that were made before case [{case}] ended when it failed: make "
+                "those that cases use inside of each case"
+            )
         if self._groups is None:
             self._groups = WeakSet()
             wrap_destroy_process_group(self._tolerant)
@@ -60,6 +68,10 @@ class EndedGroups:
                 destroy(group)
 
         return wrapper
+
+
+def _groups_of_tests() -> list[dist.ProcessGroup]:
+    return [group for group in process_groups() if group is not dist.group.WORLD]
 
 
 class DefaultGroup:
@@ -238,7 +250,7 @@ class DefaultGroup:
             case: what has failed, and ends with it the groups that the test has made before.
         """
         if case:
-            self.ended.add([each for each in process_groups() if each is not dist.group.WORLD], case)
+            self.ended.end(case)
         self.abort()
         self._destroy()
         self.join()

@@ -13,6 +13,7 @@ from lockstep.protocol import REPORT_PARTS, Reported, Warned
 from lockstep.pytest_internals import is_xfail_call
 from lockstep.rank.output import TestOutput
 from lockstep.rank.pytest_internals import is_of_user, serialise_report
+from lockstep.rank.torch_internals import is_for_want_of_a_group
 
 if TYPE_CHECKING:
     from lockstep.rank.item import ItemGuards
@@ -51,7 +52,7 @@ class RankReporter:
     @pytest.hookimpl(tryfirst=True)
     def pytest_runtest_makereport(self, item: pytest.Item, call: pytest.CallInfo[None]) -> None:
         self._raised = error = call.excinfo and call.excinfo.value
-        if self._rank.group.ended.note and isinstance(error, RuntimeError | ValueError):
+        if error is not None and self._rank.group.ended.note and is_for_want_of_a_group(error):
             error.add_note(self._rank.group.ended.note)
         self._rank.forks.end_child(self._raised)  # of a subtest, above all
         self._output.settle(item)

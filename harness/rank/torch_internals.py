@@ -13,6 +13,7 @@ import json
 import operator
 import os
 import pickle
+import re
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -175,6 +176,17 @@ def wrap_init_process_group(wrap: Callable[[Callable[..., None]], Callable[..., 
 def wrap_destroy_process_group(wrap: Callable[[Callable[..., None]], Callable[..., None]]) -> None:
     """Replace `destroy_process_group` in the two modules that have it by what `wrap` makes of it."""
     dist.destroy_process_group = _c10d.destroy_process_group = wrap(_c10d.destroy_process_group)
+
+
+# What torch raises where it is given a group, or the name of one, that was destroyed.
+_NO_GROUP = re.compile(
+    "Invalid process group|resolve the process group|is not (registered|initialized in the world group)"
+)
+
+
+def is_for_want_of_a_group(error: BaseException | None) -> bool:
+    """Return whether torch has raised an error as it does not know a process group, or no more."""
+    return isinstance(error, RuntimeError | ValueError) and _NO_GROUP.search(str(error)) is not None
 
 
 def open_lasting_pipe() -> None:

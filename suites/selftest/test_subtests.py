@@ -175,6 +175,15 @@ def test_uses_it(world, group, run_subtests):
         dist.all_reduce(torch.ones(1), group=group)
     run_subtests({"a": [1, 2, 3]}, claim)
 
+def test_makes_its_own(world, run_subtests):
+    def claim(a):
+        group = dist.new_group([0, 1])
+        if a == 2:
+            dist.destroy_process_group(group)
+            dist.destroy_process_group(group)
+        assert a != 1
+    run_subtests({"a": [1, 2]}, claim)
+
 def test_later(world, group):
     dist.all_reduce(torch.ones(1), group=group)
 """
@@ -187,15 +196,18 @@ def test_groups_that_end_with_a_failed_case_are_named_and_may_be_destroyed_again
     result = pytester.runpytest_subprocess()
     text = result.stdout.str()
     failed = re.findall(r"^SUBFAILED\[(a=\d)\] test_\w+.py::(\w+)", text, re.MULTILINE)
-    assert failed == [(f"a={a}", "test_does_not_use_it") for a in (2, 3)] + [
-        (f"a={a}", "test_uses_it") for a in (2, 3)
+    assert failed == [
+        *(("a=2", "test_does_not_use_it"), ("a=3", "test_does_not_use_it")),
+        *(("a=2", "test_uses_it"), ("a=3", "test_uses_it")),
+        *(("a=1", "test_makes_its_own"), ("a=2", "test_makes_its_own")),
     ]
     assert "ERROR" not in text
     assert "1 passed" in text
     errors = [line for line in text.splitlines() if line.startswith("E ") and "before case" in line]
-    assert {line.removeprefix("E").strip().partition(":")[0] for line in errors} == {
+    # On both ranks, of one test alone.
+    assert [line.removeprefix("E").strip().partition(":")[0] for line in errors] == [
         "process groups and meshes that were made before case [a=2] ended when it failed"
-    }
+    ] * 2
 
 
 def test_values_of_subtests_are_shown_as_without_ranks(pytester: pytest.Pytester) -> None:
