@@ -75,6 +75,7 @@ class LeakGuard:
     def __init__(self, policy: Policy) -> None:
         self._policy = policy
         self._segments: set[str] = set()
+        self._of_others: set[int | None] = set()
         self.baseline = OpenResources.capture_children()
         adopt_orphans()  # a process that outlives the one that the test started is the test's too
         if policy != "off":
@@ -84,7 +85,7 @@ class LeakGuard:
         return OpenResources.capture_children() if self._policy == "off" else OpenResources.capture()
 
     def before(self) -> None:
-        self.baseline = self.capture()
+        self.baseline, self._of_others = self.capture(), _of_multiprocessing()
 
     def after(self, raised: bool) -> Sequence[str]:
         left = self.capture() - self.baseline
@@ -92,7 +93,7 @@ class LeakGuard:
             left = OpenResources(left.children)
         if not left or not (left := self._settle(left)):
             return ()
-        lines = left.describe()
+        lines = left.describe(not _of_multiprocessing() <= self._of_others)
         end(self._new_children, TERMINATE_WITHIN)  # and whatever becomes a child of this rank as they end
         self._new_children()  # the last of them may have ended after the wait for it
         return lines
@@ -181,14 +182,17 @@ class OpenResources(NamedTuple):
             frozenset(name for name in self.segments if _is_ours(name, made)),
         )
 
-    def describe(self) -> list[str]:
-        """Name each of them; processes with all that are below them."""
+    def describe(self, has_forks: bool = False) -> list[str]:
+        """Name each of them; processes with all that are below them.
+
+        Args:
+            has_forks: whether the test has left processes, too, that are children of the server of the ranks.
+        """
         children = sorted(with_descendants(set(self.children)))
         threads = sorted(self.threads, key=lambda thread: thread.name)
         files = sorted(self.files, key=int)
-        # Pipes lead to the processes, where any were left: children, or forks of the server of the ranks.
-        has_processes = self.children or multiprocessing.active_children()
-        files = [fd for fd in files if not (has_processes and "pipe:" in _name_of_file(fd))]
+        # Pipes lead to the processes, where any were left.
+        files = [fd for fd in files if not ((self.children or has_forks) and "pipe:" in _name_of_file(fd))]
         return [
             *(f"process {pid} ({_title_of(pid)}), which was ended" for pid in children),
             *(f"thread {thread.name!r} (runs {_target_of(thread)})" for thread in threads),
@@ -257,6 +261,11 @@ def _reap(pids: frozenset[int]) -> None:
     for pid in pids:
         with suppress(ChildProcessError):
             os.waitpid(pid, os.WNOHANG)
+
+
+def _of_multiprocessing() -> set[int | None]:
+    """Return the processes that multiprocessing has started, of which some are the server's children."""
+    return {child.pid for child in multiprocessing.active_children()}
 
 
 def _is_of_torch(pid: int) -> bool:
