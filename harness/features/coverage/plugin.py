@@ -24,6 +24,7 @@ _DISABLED_WARNINGS = [
 # In the controller
 
 
+@pytest.hookimpl(trylast=True)  # of all hints
 def pytest_ranks_imports(config: pytest.Config, preload: list[str], hints: list[str]) -> None:
     """Leave what is measured to ranks: none runs, and so measures, what the server runs as it imports."""
     if _measures(config):
