@@ -139,12 +139,13 @@ def _check_sizes(sizes: tuple[Any, ...]) -> None:
 
 
 def _sizes_meant(sizes: tuple[Any, ...]) -> list[str]:
-    """Return the whole numbers among the arguments of a mark, those in lists and strings too."""
-    from lockstep.bounds import shown
+    """Return the sizes of worlds among the arguments of a mark, those in lists and strings too."""
+    from lockstep.bounds import MOST_RANKS, shown
 
     values = [each for size in sizes for each in (size if isinstance(size, list | tuple) else [size])]
     texts = [each if isinstance(each, str) else shown(each) for each in values]
-    return [found[1] for text in texts if (found := re.fullmatch(r"([1-9][0-9]{0,6})(\.0)?", text))]
+    found = [match[1] for text in texts if (match := re.fullmatch(r"([1-9][0-9]{0,6})(\.0)?", text))]
+    return [size for size in dict.fromkeys(found) if int(size) <= MOST_RANKS]
 
 
 _OPTIONS = tuple(each.name for each in fields(RanksMark)[1:-1])

@@ -51,7 +51,7 @@ def local_part(tensor: Part) -> Part:
 
 
 def flat_bytes(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the bytes of a tensor in one dimension; they share its memory if it is contiguous."""
+    """Return the bytes of a tensor in one dimension, or of a copy where it has gaps in memory."""
     tensor = tensor.detach().resolve_conj().resolve_neg().contiguous()
     # A tensor of one element is contiguous whatever its strides are, as the gradient of a sum is.
     return tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8)

@@ -68,12 +68,20 @@ def crash_of(report: pytest.TestReport) -> str:
     return "" if crash is None else f"{crash.path}:{crash.lineno}"
 
 
+def crash_message(data: Mapping[str, Any]) -> str:
+    """Return the message of a failure that was sent, with its other lines; "" if there is none."""
+    longrepr = data["longrepr"] if data["outcome"] == "failed" else None
+    crash = longrepr.get("reprcrash") if isinstance(longrepr, dict) else None
+    return str(crash["message"]) if crash else ""
+
+
 def keep_values(subtest: Any, data: Mapping[str, Any]) -> None:
     """Show the values of a subtest as they were sent: pytest takes the repr of each again as it reads them.
 
     If it moves: `SubtestContext._from_json` in `_pytest.subtests`.
     """
-    object.__setattr__(subtest.context, "kwargs", data["_subtest.context"]["kwargs"])
+    if context := data.get("_subtest.context"):
+        object.__setattr__(subtest.context, "kwargs", context["kwargs"])
 
 
 def location_of(report: pytest.TestReport, message: str) -> ReprFileLocation:

@@ -11,12 +11,14 @@ from typing import Any
 
 import pytest
 
+from lockstep.backends import BROKEN_CONNECTION
 from lockstep.exceptions import WorldError
 from lockstep.features.compiles import FEATURE as COMPILED
 from lockstep.features.compiles import FINDINGS
 from lockstep.features.divergence import FEATURE
 from lockstep.protocol import REPORT_PARTS, RunItem
 from lockstep.reporting.merge import as_option, uses_run_subtests
+from lockstep.reporting.pytest_internals import crash_message
 from lockstep.world.outcome import ItemOutcome
 
 _PASSED = (
@@ -118,10 +120,11 @@ def _explain(outcome: ItemOutcome, recorded: ItemOutcome, case: str) -> str:
 
 def _raised(outcome: ItemOutcome) -> str:
     """Return the first line of what a rank raised, behind a colon; empty if none raised anything."""
-    for report in (report for rank in outcome.ranks for report in rank.reports):
-        if report["outcome"] == "failed" and isinstance(report["longrepr"], dict):
-            return f": {report['longrepr']['reprcrash']['message'].partition(chr(10))[0]}"
-    return ""
+    said = [crash_message(report) for rank in outcome.ranks for report in rank.reports]
+    said = [message.partition("\n")[0] for message in said if message]
+    # Where one rank raises, others lose their connection to it.
+    own = [message for message in said if not BROKEN_CONNECTION.search(message)]
+    return "".join(f": {message}" for message in (own or said)[:1])
 
 
 def _passed(outcome: ItemOutcome) -> bool:

@@ -84,10 +84,10 @@ def parse_mark(args: tuple[Any, ...], options: Mapping[str, Any], added: Collect
     for name, sizes in axes.items():
         are_sizes = isinstance(sizes, tuple | list) and bool(sizes) and all(map(is_whole, sizes))
         if not are_sizes or min(sizes) < 1 or len(set(sizes)) < len(sizes):
-            single = f", {name}=({shown(sizes)},)" if is_whole(sizes) else ""
+            single = f", {name}=({shown(sizes)},)" if is_whole(sizes) and sizes > 0 else ""
             raise MarkError(
                 f"layouts({name}={shown(sizes)}): no option of this name, nor sizes of an axis, which are "
-                f"a tuple of whole numbers{single}: {example}"
+                f"a tuple of different whole numbers from 1 on{single}: {example}"
             )
         if not _AXIS.fullmatch(name):
             raise MarkError(f"layouts({name}=...): an axis is a word of lower-case letters: {example}")

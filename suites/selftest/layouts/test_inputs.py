@@ -280,7 +280,7 @@ def test_a_shard_map_that_does_not_fit_is_refused(layout: Layout, shards: ShardM
         (
             (),
             {"dp": 2},
-            r"layouts\(dp=2\): no option of this name, nor sizes of an axis, which are a tuple of whole",
+            r"layouts\(dp=2\): no option of this name, nor sizes of an axis, which are a tuple of different",
         ),
         ((), {"dp": (0, 2)}, r"layouts\(dp=\(0, 2\)\): no option"),
         ((), {"dp": (2, 2)}, r"layouts\(dp=\(2, 2\)\): no option"),

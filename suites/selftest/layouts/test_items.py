@@ -106,8 +106,8 @@ WRONG = {
     ),
     "sizes": (
         "@pytest.mark.layouts(dp=2)\ndef test_x(layout):\n    pass\n",
-        "layouts(dp=2): no option of this name, nor sizes of an axis, which are a tuple of whole numbers, "
-        "dp=(2,): write layouts(dp=(1, 2), tp=(1, 2), at_most=8)",
+        "layouts(dp=2): no option of this name, nor sizes of an axis, which are a tuple of different whole "
+        "numbers from 1 on, dp=(2,): write layouts(dp=(1, 2), tp=(1, 2), at_most=8)",
     ),
 }
 
