@@ -85,12 +85,10 @@ class Controller:
         except OSError:  # pytest reports what is wrong with it
             return
         mentioned = self._config.hook.pytest_ranks_mentioned
-        if not (b"ranks" in text or any(mentioned(config=self._config, text=text))):
-            return
         if self._launcher is not None:
-            if _NEEDS_COMPILER.search(text):
+            if b"ranks" in text and _NEEDS_COMPILER.search(text):
                 self._launcher.expect(_COMPILER)
-        else:
+        elif any(mentioned(config=self._config, text=text)) or b"ranks" in text:
             with contextlib.suppress(OSError):  # reported where a test needs a world, if one does
                 self._launch(text).prestart()
 
