@@ -50,8 +50,8 @@ class SessionSpec:
     rootdir: str = ""
     inifile: str = ""
     """Path of the ini file, empty if there is none."""
-    rewritten: tuple[str, ...] = ()
-    """Modules, and packages, of plugins and conftests whose asserts pytest rewrites."""
+    to_rewrite: tuple[str, ...] = ()
+    """Modules, and packages, of plugins and conftests whose asserts pytest is to rewrite."""
     parts: dict[str, Any] = field(default_factory=dict)
     """Data that features send to their half in each rank, by the name of each."""
 

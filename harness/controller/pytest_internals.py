@@ -97,8 +97,8 @@ def option_groups(config: pytest.Config) -> Mapping[argparse.Action, str]:
     }
 
 
-def rewritten_modules(config: pytest.Config) -> tuple[str, ...]:
-    """Return the modules and packages, of plugins above all, whose asserts pytest rewrites.
+def modules_to_rewrite(config: pytest.Config) -> tuple[str, ...]:
+    """Return the modules and packages, of plugins above all, whose asserts pytest is to rewrite.
 
     If it moves: what `pytest.register_assert_rewrite` adds a name to.
     """

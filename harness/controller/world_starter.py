@@ -16,7 +16,7 @@ import pytest
 
 from lockstep.backends.device import Device
 from lockstep.controller.option_checks import output_directory_of
-from lockstep.controller.pytest_internals import basetemp_of, rewritten_modules
+from lockstep.controller.pytest_internals import basetemp_of, modules_to_rewrite
 from lockstep.exceptions import LaunchError
 from lockstep.launch.limits import explain
 from lockstep.launch.processes import Launcher
@@ -92,7 +92,7 @@ class WorldStarter:
             output_directory=self._output_directory,
             rootdir=str(config.rootpath),
             inifile=str(config.inipath or ""),
-            rewritten=rewritten_modules(config),
+            to_rewrite=modules_to_rewrite(config),
             parts=parts,
         )
 

@@ -244,10 +244,10 @@ class DefaultGroup:
         return [(group, tuple(self._living[rank] for rank in ranks)) for group, ranks in group_members()]
 
     def repair(self, case: str = "") -> None:
-        """Leave the group and meet the other ranks in a new one. Every rank must do so.
+        """Leave the group and meet the other ranks in a new one. Every rank must call it.
 
         Args:
-            case: what has failed, and ends with it the groups that the test has made before.
+            case: what has failed, and with which the groups of tests end, too.
         """
         if case:
             self.ended.end(case)

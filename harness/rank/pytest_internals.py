@@ -61,7 +61,7 @@ def set_root(rootdir: Path, inifile: Path | None) -> None:
     patched.determine_setup = determine_setup
 
 
-def expect_plugins(rewritten: Collection[str]) -> None:
+def expect_plugins(to_rewrite: Collection[str]) -> None:
     """Let pytest rewrite the asserts of these, and not read the list of files of each package for them.
 
     It took 17 ms of each rank, and warned of plugins that the server has imported, as torch's modules for
@@ -72,7 +72,7 @@ def expect_plugins(rewritten: Collection[str]) -> None:
 
     def take_names(config: Any, hook: Any, *_: Any, **__: Any) -> None:
         config.pluginmanager.rewrite_hook = hook
-        hook._must_rewrite.update(rewritten)
+        hook._must_rewrite.update(to_rewrite)
 
     patched: Any = pytest_config.Config
     patched._mark_plugins_for_rewrite = take_names

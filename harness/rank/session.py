@@ -102,7 +102,7 @@ class RankSession:
         if names_lines and not given.captures:
             prefix_streams(lambda: f"rank {self.world.rank}")
         attach_log_handlers_quickly()
-        expect_plugins(given.rewritten)
+        expect_plugins(given.to_rewrite)
         set_root(Path(given.rootdir), Path(given.inifile) if given.inifile else None)
         try:
             status = pytest.main(list(given.args), plugins=[self])

@@ -184,7 +184,7 @@ _NO_GROUP = re.compile(
 )
 
 
-def is_for_want_of_a_group(error: BaseException | None) -> bool:
+def is_for_want_of_a_group(error: BaseException) -> bool:
     """Return whether torch has raised an error as it does not know a process group, or no more."""
     return isinstance(error, RuntimeError | ValueError) and _NO_GROUP.search(str(error)) is not None
 

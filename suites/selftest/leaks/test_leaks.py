@@ -268,6 +268,35 @@ def test_the_compile_worker_is_known_by_a_path_longer_than_what_is_shown() -> No
         assert shown.endswith("/environment/environ…), which was ended")
 
 
+def test_pipes_are_reported_beside_a_process_of_a_wider_fixture(project: Project) -> None:
+    project.write(
+        """
+import multiprocessing, os, time
+
+@pytest.fixture(scope="module")
+def process(world):
+    started = multiprocessing.get_context("fork").Process(target=time.sleep, args=(60,))
+    started.start()
+    yield
+    started.kill()
+    started.join()
+
+def test_starts_it(world, process):
+    pass
+
+def test_leaves_a_pipe(world, process):
+    os.pipe()
+
+def test_needs_it_still(world, process):
+    pass
+""",
+        "filterwarnings = ignore:.*is multi-threaded, use of fork:DeprecationWarning",
+    )
+    output = project.run("-v")
+    assert "3 passed" in output
+    assert output.count("left behind") == output.count("left behind file pipe:[") == 1
+
+
 def test_a_file_that_another_thread_closes_soon_is_no_leak(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
