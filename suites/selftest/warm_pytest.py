@@ -6,6 +6,7 @@ session.
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import json
 import os
@@ -100,19 +101,27 @@ class _Interpreter:
         self.at_start = at_start(os.environ)
         self._requests, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._requests.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, LARGEST_REQUEST)
+        self._process: subprocess.Popen[bytes] | None = None
         with theirs:
             if of is not None:
                 socket.send_fds(
                     of._requests, [json.dumps({"imported": imported}).encode()], [theirs.fileno()]
                 )
-                return
-            self._process = subprocess.Popen(
-                [sys.executable, warm_interpreter.__file__, str(theirs.fileno())],
-                env={**os.environ, **FOR_A_SERVER, MARK: NO_MARK},
-                stdin=subprocess.DEVNULL,
-                pass_fds=[theirs.fileno()],
-                start_new_session=True,
-            )
+            else:
+                self._process = subprocess.Popen(
+                    [sys.executable, warm_interpreter.__file__, str(theirs.fileno())],
+                    env={**os.environ, **FOR_A_SERVER, MARK: NO_MARK},
+                    stdin=subprocess.DEVNULL,
+                    pass_fds=[theirs.fileno()],
+                    start_new_session=True,
+                )
+        atexit.register(self._end, os.getpid())
+
+    def _end(self, of_process: int) -> None:
+        if os.getpid() == of_process:
+            self._requests.close()
+            if self._process is not None:
+                self._process.wait()
 
     def run(
         self,
