@@ -26,7 +26,7 @@ import tempfile
 import threading
 import time
 import types
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from multiprocessing import util
 from pathlib import Path
 from typing import Any, NoReturn
@@ -52,9 +52,12 @@ PROGRAMS = (
 """How the programs begin that `multiprocessing` and pytest-xdist start, and that are forks here."""
 OF_SESSIONS = (
     *("lockstep.controller.plugin", "lockstep.controller.option_checks", "lockstep.reporting.summary"),
-    *("lockstep.rank.session", "lockstep.recorders", "xml.etree.ElementTree", "pdb"),
+    *("lockstep.rank.session", "lockstep.recorders", "xml.etree.ElementTree", "pdb", "hypothesis"),
 )
-"""What each session imports, itself or in the server of its ranks, besides torch, pytest and all plugins."""
+"""What each session imports, itself or in the server of its ranks, besides torch, pytest and all plugins.
+
+Hypothesis is imported by its own plugin, for its part of the summary.
+"""
 REPEATED = "lockstep.launch.server"
 """Imported with these; in the server it works while it is imported, so it is imported there again."""
 HIGH = 500
@@ -101,7 +104,6 @@ def _watch(request: dict[str, Any], answers: int, output: int, errors: int) -> N
     if pid == 0:
         os.close(answers)
         _become_session(output, errors, **request)
-        return
     for descriptor in (output, errors):
         os.close(descriptor)
     os.write(answers, f"{pid}\n".encode())
@@ -112,8 +114,8 @@ def _watch(request: dict[str, Any], answers: int, output: int, errors: int) -> N
 
 def _become_session(
     output: int, errors: int, module: str, arguments: list[str], cwd: str, environ: dict[str, str]
-) -> None:
-    """Be what `python -m MODULE ARGUMENTS` is, to its end."""
+) -> NoReturn:
+    """Be what `python -m MODULE ARGUMENTS` is, until it would take down the interpreter."""
     os.setsid()
     for descriptor, number in ((output, 1), (errors, 2)):
         os.dup2(descriptor, number)
@@ -128,7 +130,7 @@ def _become_session(
     _write_mark(environ.get(MARK, NO_MARK))
     offer_interpreters()
     # What `python -m` calls.
-    runpy._run_module_as_main(module)  # type: ignore[attr-defined]
+    _end_with(lambda: runpy._run_module_as_main(module))  # type: ignore[attr-defined]
 
 
 def _python_path(environ: Mapping[str, str]) -> list[str]:
@@ -262,11 +264,18 @@ def _become_program(
     sys.argv = ["-c", *words[1:]]
     sys.modules.pop(REPEATED, None)
     main = sys.modules["__main__"] = types.ModuleType("__main__")
+    _end_with(lambda: exec(words[0], vars(main)))
+
+
+def _end_with(program: Callable[[], object]) -> NoReturn:
+    """Run a program, and end as an interpreter does, but for freeing its objects: of torch they are many."""
     status = 0
     try:
-        exec(words[0], vars(main))
+        program()
     except SystemExit as error:
         status = error.code if isinstance(error.code, int) else int(error.code is not None)
+        if error.code is not None and error.code is not status:
+            sys.stderr.write(f"{error.code}\n")
     except BaseException:
         sys.excepthook(*sys.exc_info())
         status = 1
@@ -282,4 +291,7 @@ if __name__ == "__main__":
     from lockstep.features import plugin_names
 
     _import(["pytest", "torch", *OF_SESSIONS, *plugin_names()])
+    # Else pytest warns that it could not rewrite the asserts of these, which come with a plugin.
+    for name in ("hypothesis", "_hypothesis_globals"):
+        sys.modules[name].__doc__ = "PYTEST_DONT_REWRITE"
     _serve(socket.socket(fileno=int(sys.argv[1])))

@@ -200,7 +200,7 @@ def test_waited_for_after_the_injection(world, faults, backend):
 
 
 class Mallinfo2(ctypes.Structure):
-    """What `mallinfo2` of glibc returns; the fifth is `hblkhd`, the eighth `uordblks`."""
+    """The result of `mallinfo2` of glibc; the fifth is `hblkhd`, the eighth `uordblks`."""
 
     _fields_ = [("numbers", ctypes.c_size_t * 10)]
 
