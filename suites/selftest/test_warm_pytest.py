@@ -123,3 +123,11 @@ def test_what_is_not_utf8_is_escaped(project: Project, fresh: bool) -> None:
     (project.path / "conftest.py").write_text("import os; os.write(1, b'a\\xffb\\n')\n")
     project.fresh = fresh
     assert "a\\xffb" in project.run("-s").splitlines()
+
+
+def test_a_session_with_a_cache_of_inductor_is_warm(project: Project) -> None:
+    variable = {"TORCHINDUCTOR_CACHE_DIR": "one"}
+    (project.path / "conftest.py").write_text(
+        f"import os, sys\nassert 'torch' in sys.modules\nassert {variable}.items() <= os.environ.items()\n"
+    )
+    assert "no tests ran" in project.run(environ=variable)

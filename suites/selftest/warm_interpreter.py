@@ -35,6 +35,8 @@ READ_AT_START = ("PYTHON", "PYTORCH", "CXX", "LD_", "OMP_", "MKL_", "OPENBLAS_",
 """What names of variables begin with that matter when an interpreter starts, or imports torch or inductor."""
 PATH = "PYTHONPATH"
 """Of these the one that is made up for in a fork."""
+READ_LATER = ("TORCHINDUCTOR_CACHE_DIR", "TORCH_EXTENSIONS_DIR")
+"""Of these the ones that torch reads as it compiles; it writes the first where an optimizer is made."""
 FOR_A_SERVER = {"OPENBLAS_NUM_THREADS": "1"}
 """What the harness adds to the environment of a server, which must have one thread to be forked from."""
 IMPORTED = "LOCKSTEP_TEST_IMPORTED"
@@ -52,12 +54,9 @@ PROGRAMS = (
 """How the programs begin that `multiprocessing` and pytest-xdist start, and that are forks here."""
 OF_SESSIONS = (
     *("lockstep.controller.plugin", "lockstep.controller.option_checks", "lockstep.reporting.summary"),
-    *("lockstep.rank.session", "lockstep.recorders", "xml.etree.ElementTree", "pdb", "hypothesis"),
+    *("lockstep.rank.session", "lockstep.recorders", "xml.etree.ElementTree", "pdb"),
 )
-"""What each session imports, itself or in the server of its ranks, besides torch, pytest and all plugins.
-
-Hypothesis is imported by its own plugin, for its part of the summary.
-"""
+"""What each session imports, itself or in the server of its ranks, besides torch, pytest and all plugins."""
 REPEATED = "lockstep.launch.server"
 """Imported with these; in the server it works while it is imported, so it is imported there again."""
 HIGH = 500
@@ -67,7 +66,8 @@ HIGH = 500
 def at_start(environ: Mapping[str, str]) -> dict[str, str]:
     """Return the variables that matter when an interpreter starts, and cannot be made up for later."""
     matter = {name: value for name, value in environ.items() if name.startswith(READ_AT_START) and value}
-    matter.pop(PATH, None)
+    for name in (PATH, *READ_LATER):
+        matter.pop(name, None)
     return matter
 
 
@@ -291,7 +291,4 @@ if __name__ == "__main__":
     from lockstep.features import plugin_names
 
     _import(["pytest", "torch", *OF_SESSIONS, *plugin_names()])
-    # Else pytest warns that it could not rewrite the asserts of these, which come with a plugin.
-    for name in ("hypothesis", "_hypothesis_globals"):
-        sys.modules[name].__doc__ = "PYTEST_DONT_REWRITE"
     _serve(socket.socket(fileno=int(sys.argv[1])))
