@@ -53,6 +53,9 @@ def test_an_annotation_is_escaped_as_github_reads_it(faults: Run) -> None:
 
 def test_a_long_message_does_not_flood_the_annotation(faults: Run) -> None:
     assert max(map(len, annotations(faults))) < 12_000
+    [line] = [line for line in annotations(faults) if "title=test_says_too_much::" in line]
+    message, _ = line.split("::", 2)[2].split("%0Are-run: ")
+    assert len(message.replace("%0A", "\n")) == 4000
 
 
 def test_without_a_checkout_annotations_start_at_the_root(

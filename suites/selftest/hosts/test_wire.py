@@ -14,6 +14,7 @@ from multiprocessing.connection import wait
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
@@ -27,6 +28,7 @@ from lockstep.features.hosts.orders import EndWorld
 from lockstep.features.hosts.remote import Host
 from lockstep.features.hosts.rendezvous import Comer, Rendezvous
 from lockstep.features.hosts.wire import RUN, Call, Credentials, Purpose, SignedConnection, connect, listen
+from lockstep.launch.processes import ProcessLauncher, RankProgram
 from suites.selftest.hosts.bed import Bed
 from suites.selftest.project import wait_for
 
@@ -232,6 +234,17 @@ def test_the_proof_of_a_host_cannot_be_taken_to_an_agent(between: Callable[..., 
     stop.close()
     serving.join(60)
     stopped.close()
+    agent.close()
+
+
+def test_an_agent_forgets_the_ranks_that_are_gone() -> None:
+    agent = Agent(HERE, 2, RIGHT)
+    agent._launcher = launcher = ProcessLauncher("spawn", RankProgram("module:rank"))
+    rank = Path(launcher.directory, "ranks", "7")
+    rank.touch()
+    agent.forget(Mock(pid=7))
+    assert not rank.exists()
+    agent._launcher = None
     agent.close()
 
 

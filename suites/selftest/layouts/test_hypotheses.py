@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from lockstep.layouts import Layout
+from lockstep.layouts.norms import _Norm
 from lockstep.layouts.reference import Blocks
 from lockstep.layouts.suspect import Suspect
 from lockstep.layouts.weights import Weighing
@@ -326,7 +327,7 @@ class WithNorm(PlanWithNorm):
             elif SHARDS.rule(name):
                 cut += square
             else:
-                whole += square
+                whole += square * (2 if self.bug == "one twice" and name == "embed.weight" else 1)
         if self.bug == "norms" and self.layout["tp"] > 1:
             total = (cut + whole).sqrt()
             torch.distributed.all_reduce(total, group=self.layout.group("tp"))
@@ -350,6 +351,7 @@ NORMS = {
     "no root": "is a sum of squares, without the root",
     "one alone": "lacks a sum over tp of `down.weight`",
     "first part": "counts of `down.weight` the part of tp 0 alone",
+    "one twice": "counts `embed.weight` 2 times",
 }
 
 
@@ -358,6 +360,22 @@ NORMS = {
 def test_a_wrong_norm_is_explained(layout: Layout, bug: str) -> None:
     lines = report(layout, bug, WithNorm)
     assert lines[1].startswith(f"total norm {NORMS[bug]} ("), lines
+
+
+@pytest.mark.layouts(tp=(2,))
+def test_tensors_of_two_kinds_are_named_by_both(layout: Layout) -> None:
+    """The biases, and what is replicated, are the same ones: either may be what a norm leaves out."""
+    held = {
+        rank: {
+            ("a.weight", rank, 1): 1.0,
+            ("b.weight", rank, 1): 2.0,
+            ("a.bias", 0, 1): 4.0,
+            ("b.bias", 0, 1): 8.0,
+        }
+        for rank in range(2)
+    }
+    norm = _Norm(dict.fromkeys(held, math.sqrt(2 * (1 + 2))), held, layout)
+    assert list(norm.misjudged()) == ["leaves out `*bias`, or what is replicated over tp (2 of 4)"]
 
 
 class WithHalfGradients(PlanWithNorm):

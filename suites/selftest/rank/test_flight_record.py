@@ -14,6 +14,7 @@ from lockstep import RankWorld
 from lockstep.rank import torch_internals
 from lockstep.rank.flight_record import StackReader
 from lockstep.rank.torch_internals import phases_by_code, recorded_calls
+from lockstep.shm.record import CallRecorder, Entry
 
 
 @pytest.mark.parametrize("fails", [False, True])
@@ -82,3 +83,10 @@ def test_calls_have_the_stack_of_the_test(world: RankWorld) -> None:
     world.barrier()
     frames = recorded_calls()[-1]["frames"]
     assert any(frame["filename"] == __file__ for frame in frames)
+
+
+def test_calls_of_shm_are_numbered_as_torch_numbers_its_own() -> None:
+    recorder = CallRecorder(2)
+    for _ in range(3):
+        recorder.add(Entry("barrier", 0, [], []))
+    assert [entry.as_dict()["record_id"] for entry in recorder.entries] == [1, 2]

@@ -19,7 +19,7 @@ FRESH = True  # what the program of a warm interpreter has on the stack, a crash
     ("name", "ranks", "how"),
     [
         ("test_exit_0", "rank 1 of 2", "exited with code 0"),
-        ("test_exit_1", "rank 1 of 2", "exited with code 1"),
+        ("test_exit_255", "rank 1 of 2", "exited with code 255"),
         ("test_all_ranks_exit", "all 2 ranks", "exited with code 6"),
         ("test_the_first_rank_is_killed", "rank 0 of 2", "died: SIGKILL"),
         ("test_terminated", "rank 1 of 2", "died: SIGTERM"),
