@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from suites.selftest.project import Run, copy_project, run_pytest
+from suites.selftest.project import Project, Run, copy_project, run_pytest
 
 FRESH = True
 """Some of these count what a session imports and starts."""
@@ -165,3 +165,22 @@ def test_files_outside_of_the_rootdir_run_on_ranks(tmp_path: Path) -> None:
     run = run_pytest(tmp_path, *words, cwd="project")
     assert run.count() == "1 failed, 1 passed"
     assert "../lib/package/other/test_it.py:3: AssertionError" in run.lines
+
+
+@pytest.mark.parametrize("has_ranks", [True, False])
+@pytest.mark.parametrize("default", [700, 0, 50_000])
+def test_garbage_is_looked_for_rarely_while_tests_with_ranks_are_collected(
+    project: Project, default: int, has_ranks: bool
+) -> None:
+    """Where a project has it off, or rarer still, this stands."""
+    while_collecting = 10_000 if default == 700 and has_ranks else default
+    (project.path / "conftest.py").write_text(f"import gc\ngc.set_threshold({default}, 7, 8)\n")
+    (project.path / "test_it.py").write_text(
+        "import gc\nimport pytest\n"
+        f"COLLECTING = gc.get_threshold()\n{'@pytest.mark.ranks(2)' if has_ranks else ''}\n"
+        "def test_first(): pass\n"
+        f"def test_it():\n    assert COLLECTING == ({while_collecting}, 7, 8)\n"
+        f"    assert gc.get_threshold() == ({default}, 7, 8)\n"
+    )
+    output = project.run()
+    assert "2 passed" in output, output
