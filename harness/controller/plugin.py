@@ -68,6 +68,7 @@ class Controller:
         self._numbers = itertools.count()
         self._current: pytest.Item | None = None
         self._next: pytest.Item | None = None
+        self._thresholds = gc.get_threshold()
 
     # Before tests: find out what will be needed, and start it early
 
@@ -77,16 +78,17 @@ class Controller:
 
     @pytest.hookimpl(wrapper=True)
     def pytest_collection(self) -> Generator[None, object, object]:
-        thresholds = gc.get_threshold()
         try:
             return (yield)
         finally:
-            gc.set_threshold(*thresholds)
+            if gc.get_threshold()[0] == _COLLECTING:  # else a file has set its own
+                gc.set_threshold(*self._thresholds)
 
     def pytest_pycollect_makemodule(self, module_path: Path) -> None:
         self._look_into(module_path)
         # Nearly all that is made now stays: to look for garbage took a quarter of collecting 3,000 tests.
         if self._launcher is not None and 0 < gc.get_threshold()[0] < _COLLECTING:
+            self._thresholds = gc.get_threshold()
             gc.set_threshold(_COLLECTING)
 
     def _look_into(self, path: Path) -> None:

@@ -167,20 +167,31 @@ def test_files_outside_of_the_rootdir_run_on_ranks(tmp_path: Path) -> None:
     assert "../lib/package/other/test_it.py:3: AssertionError" in run.lines
 
 
-@pytest.mark.parametrize("has_ranks", [True, False])
-@pytest.mark.parametrize("default", [700, 0, 50_000])
+@pytest.mark.parametrize(
+    ("before", "collecting", "then"),
+    [
+        ("700, 7, 8", "10_000, 7, 8", "700, 7, 8"),
+        ("0, 7, 8", "0, 7, 8", "0, 7, 8"),
+        ("50_000, 7, 8", "50_000, 7, 8", "50_000, 7, 8"),
+        ("700, 7, 8", "10_000, 7, 8", "900, 5, 5"),
+    ],
+)
 def test_garbage_is_looked_for_rarely_while_tests_with_ranks_are_collected(
-    project: Project, default: int, has_ranks: bool
+    project: Project, before: str, collecting: str, then: str
 ) -> None:
-    """Where a project has it off, or rarer still, this stands."""
-    while_collecting = 10_000 if default == 700 and has_ranks else default
-    (project.path / "conftest.py").write_text(f"import gc\ngc.set_threshold({default}, 7, 8)\n")
+    """Where a project has it off, or rarer still, or a file sets its own thresholds, these stand."""
+    (project.path / "conftest.py").write_text(f"import gc\ngc.set_threshold({before})\n")
     (project.path / "test_it.py").write_text(
         "import gc\nimport pytest\n"
-        f"COLLECTING = gc.get_threshold()\n{'@pytest.mark.ranks(2)' if has_ranks else ''}\n"
-        "def test_first(): pass\n"
-        f"def test_it():\n    assert COLLECTING == ({while_collecting}, 7, 8)\n"
-        f"    assert gc.get_threshold() == ({default}, 7, 8)\n"
+        "COLLECTING = gc.get_threshold()\n"
+        f"{f'gc.set_threshold({then})' if then != before else ''}\n"
+        "@pytest.mark.ranks(2)\ndef test_on_ranks(): pass\n"
+        f"def test_it():\n    assert COLLECTING == ({collecting})\n"
+        f"    assert gc.get_threshold() == ({then})\n"
     )
     output = project.run()
     assert "2 passed" in output, output
+    (project.path / "test_it.py").write_text(
+        f"import gc\nBEFORE = gc.get_threshold()\ndef test_it(): assert BEFORE == ({before})\n"
+    )
+    assert "1 passed" in project.run()
