@@ -25,7 +25,7 @@ REMOVED = {
     "PYTEST_ADDOPTS",
     "PYTHONDONTWRITEBYTECODE",  # each rank would compile test files for itself
     "PYTHONUNBUFFERED",
-    "PYTHONIOENCODING",  # of tox
+    "PYTHONIOENCODING",  # tox sets it: output would be written otherwise than for users
     "TOX_ENV_DIR",  # where pytest then keeps its cache, the same for all projects
     # By one of these Hypothesis sees that it runs in CI: it then draws the same examples every time and
     # keeps none; pytest shows long differences in full.

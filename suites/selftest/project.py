@@ -171,7 +171,7 @@ class Project:
         if not self.plugins:
             own["PYTEST_DISABLE_PLUGIN_AUTOLOAD"] = "1"
         # What cannot be encoded is then escaped by who prints it, as on a terminal, and not by pytest.
-        return {**os.environ, "PYTHONIOENCODING": "", **own, **(environ or {})}
+        return {**os.environ, **own, **(environ or {})}
 
     def interrupt(self, process: subprocess.Popen[str], *signals: signal.Signals) -> str:
         """Send signals to all processes of a job, as a terminal does; return what pytest printed."""

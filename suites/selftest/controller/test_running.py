@@ -170,28 +170,31 @@ def test_files_outside_of_the_rootdir_run_on_ranks(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("before", "collecting", "then"),
     [
-        ("700, 7, 8", "10_000, 7, 8", "700, 7, 8"),
-        ("0, 7, 8", "0, 7, 8", "0, 7, 8"),
-        ("50_000, 7, 8", "50_000, 7, 8", "50_000, 7, 8"),
-        ("700, 7, 8", "10_000, 7, 8", "900, 5, 5"),
+        ("700, 7", "10_000, 7", "700, 7"),
+        ("0, 7", "0, 7", "0, 7"),
+        ("50_000, 7", "50_000, 7", "50_000, 7"),
+        ("700, 7", "10_000, 7", "900, 5"),
     ],
 )
 def test_garbage_is_looked_for_rarely_while_tests_with_ranks_are_collected(
     project: Project, before: str, collecting: str, then: str
 ) -> None:
-    """Where a project has it off, or rarer still, or a file sets its own thresholds, these stand."""
+    """Where a project has it off, or rarer still, or a file sets its own thresholds, these stand.
+
+    Of the third Python 3.14 knows nothing.
+    """
     (project.path / "conftest.py").write_text(f"import gc\ngc.set_threshold({before})\n")
     (project.path / "test_it.py").write_text(
         "import gc\nimport pytest\n"
-        "COLLECTING = gc.get_threshold()\n"
+        "COLLECTING = gc.get_threshold()[:2]\n"
         f"{f'gc.set_threshold({then})' if then != before else ''}\n"
         "@pytest.mark.ranks(2)\ndef test_on_ranks(): pass\n"
         f"def test_it():\n    assert COLLECTING == ({collecting})\n"
-        f"    assert gc.get_threshold() == ({then})\n"
+        f"    assert gc.get_threshold()[:2] == ({then})\n"
     )
     output = project.run()
     assert "2 passed" in output, output
     (project.path / "test_it.py").write_text(
-        f"import gc\nBEFORE = gc.get_threshold()\ndef test_it(): assert BEFORE == ({before})\n"
+        f"import gc\nBEFORE = gc.get_threshold()[:2]\ndef test_it(): assert BEFORE == ({before})\n"
     )
     assert "1 passed" in project.run()
