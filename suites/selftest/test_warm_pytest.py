@@ -28,7 +28,16 @@ with open(os.environ["FOUND"], "w") as file:
         "blocked": sorted(signal.pthread_sigmask(signal.SIG_BLOCK, [])),
         "leads": [os.getpid() == os.getpgid(0), os.getpid() == os.getsid(0)],
         "threads": threading.active_count(),
+        "set_aside": [name for name in sys.modules if name.startswith(("hypothesis", "pytest_cov"))],
     }
+    import hypothesis.internal, pytest_cov.plugin
+    from hypothesis.configuration import storage_directory
+    found["storage"] = str(storage_directory("examples", intent_to_write=False).path)
+    found["imported"] = [
+        [name, getattr(module.__spec__, "name", None), getattr(module.__spec__, "origin", None)]
+        for name, module in sorted(sys.modules.items())
+        if name.startswith(("hypothesis", "pytest_cov"))
+    ]
     json.dump(found, file)
 """
 
@@ -71,6 +80,7 @@ found = {
     "signals": [str(each).partition(" at ")[0] for each in signals],
     "blocked": sorted(signal.pthread_sigmask(signal.SIG_BLOCK, [])),
     "threads": len(os.listdir("/proc/self/task")),
+    "set_aside": [name for name in sys.modules if name.partition(".")[0] in ("hypothesis", "pytest_timeout")],
     "marked": open("/proc/self/environ").read().count(os.environ["LOCKSTEP_TEST_MARK"]),
 }
 pids = {"pid": os.getpid(), "parent": os.getppid(), "above": parent(os.getppid())}

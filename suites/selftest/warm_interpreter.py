@@ -14,6 +14,9 @@ import ctypes
 import fcntl
 import gc
 import importlib
+import importlib.abc
+import importlib.machinery
+import importlib.util
 import itertools
 import json
 import os
@@ -26,13 +29,18 @@ import tempfile
 import threading
 import time
 import types
-from collections.abc import Callable, Mapping, Sequence
+import weakref
+from collections.abc import Callable, Collection, Mapping, Sequence
 from multiprocessing import util
 from pathlib import Path
 from typing import Any, NoReturn
 
-READ_AT_START = ("PYTHON", "PYTORCH", "CXX", "LD_", "OMP_", "MKL_", "OPENBLAS_", "TORCH", "CUDA_")
-"""What names of variables begin with that matter when an interpreter starts, or imports torch or inductor."""
+READ_AT_START = (
+    *("PYTHON", "PYTORCH", "CXX", "LD_", "OMP_", "MKL_", "OPENBLAS_", "TORCH", "CUDA_"),
+    *("CI", "HYPOTHESIS_"),
+)
+"""What names of variables begin with that matter when an interpreter starts, or imports torch, inductor or
+Hypothesis."""
 PATH = "PYTHONPATH"
 """Of these the one that is made up for in a fork."""
 READ_LATER = ("TORCHINDUCTOR_CACHE_DIR", "TORCH_EXTENSIONS_DIR")
@@ -59,6 +67,17 @@ OF_SESSIONS = (
 """What each session imports, itself or in the server of its ranks, besides torch, pytest and all plugins."""
 REPEATED = "lockstep.launch.server"
 """Imported with these; in the server it works while it is imported, so it is imported there again."""
+LATER = (
+    *("_hypothesis_globals", "hypothesis", "platformdirs.pytest_plugin", "pytest_cov.plugin"),
+    *("pytest_rerunfailures", "pytest_timeout", "xdist.plugin", "xdist.looponfail"),
+)
+"""Hypothesis, which its plugin imports at the end of a session, and plugins of pytest; not that plugin, which
+counts imports."""
+READ_AT_IMPORT: Mapping[str, tuple[str, Callable[[], object]]] = {
+    "hypothesis.configuration": ("__hypothesis_home_directory_default", lambda: Path.cwd() / ".hypothesis"),
+    "xdist.plugin": ("_sys_path", lambda: [*sys.path]),
+}
+"""What modules of these keep of the process that imports them: a variable, and its value in a session."""
 HIGH = 500
 """The least number of a received descriptor, until it gets the one that it had in the session."""
 
@@ -74,7 +93,62 @@ def at_start(environ: Mapping[str, str]) -> dict[str, str]:
 def _import(names: Sequence[str]) -> None:
     for name in names:
         importlib.import_module(name)
+    # What torch has registered is not taken back at the end of each session.
+    of_weakref: Any = weakref.finalize
+    for registered in of_weakref._registry:
+        registered.atexit = False
     gc.freeze()
+
+
+class SetAside(importlib.abc.MetaPathFinder, importlib.abc.Loader):
+    """Modules of packages that have been imported, and that a session gets where it imports one of a package.
+
+    Until then it does not find them in `sys.modules`, as it would not in a new interpreter.
+    """
+
+    def __init__(self, packages: Collection[str]) -> None:
+        self._modules = {name: sys.modules.pop(name) for name in [*sys.modules] if _package(name) in packages}
+        self._specs = {name: module.__spec__ for name, module in self._modules.items()}
+
+    def find_spec(
+        self, name: str, path: object = None, target: object = None
+    ) -> importlib.machinery.ModuleSpec | None:
+        return importlib.machinery.ModuleSpec(name, self) if name in self._modules else None
+
+    def create_module(self, spec: importlib.machinery.ModuleSpec) -> types.ModuleType:
+        return self._modules[spec.name]
+
+    def exec_module(self, module: types.ModuleType) -> None:
+        module.__spec__ = self._specs[module.__name__]  # it has been given one of this loader
+        package = _package(module.__name__)
+        for name in [name for name in self._modules if _package(name) == package]:
+            sys.modules[name] = self._modules.pop(name)
+            if name in READ_AT_IMPORT:
+                variable, read = READ_AT_IMPORT[name]
+                setattr(sys.modules[name], variable, read())
+
+
+def _package(name: str) -> str:
+    return name.partition(".")[0]
+
+
+def _set_aside(names: Sequence[str]) -> None:
+    """Import modules as a session of pytest would, and set them and the rest of their packages aside."""
+    from _pytest.assertion import install_importhook
+    from _pytest.config import get_config
+
+    installed = [name for name in names if importlib.util.find_spec(_package(name))]
+    packages = {_package(name) for name in installed}
+    rewriting = install_importhook(get_config())
+    rewriting.mark_rewrite(*packages)
+    _import(installed)
+    sys.meta_path.remove(rewriting)
+    found = SetAside(packages)
+    sys.meta_path.insert(0, found)
+    # A session puts its own finder of these packages before all others.
+    of_pytest: Any = type(rewriting)
+    find = of_pytest.find_spec
+    of_pytest.find_spec = lambda self, *wanted: found.find_spec(*wanted) or find(self, *wanted)
 
 
 def _serve(requests: socket.socket) -> None:
@@ -291,4 +365,5 @@ if __name__ == "__main__":
     from lockstep.features import plugin_names
 
     _import(["pytest", "torch", *OF_SESSIONS, *plugin_names()])
+    _set_aside(LATER)
     _serve(socket.socket(fileno=int(sys.argv[1])))
