@@ -49,11 +49,11 @@ class RacingPlan(Plan):
 
 
 class PlanOfManyRows(Plan):
-    """Wrong for more than 14 rows."""
+    """Wrong for more than 14 rows on dp2; on tp2 all ranks do the same."""
 
     def __call__(self, batch, microbatches):
         total = super().__call__(batch, microbatches)
-        if self.layout["dp"] > 1 and len(batch) > 14:
+        if (self.layout["dp"], self.layout["tp"]) == (2, 1) and len(batch) > 14:
             self.model[0].weight.grad *= 3
         return total
 

@@ -42,7 +42,7 @@ def test_golden(layout, golden):
 
 
 @pytest.mark.ranks(2)
-@settings(max_examples=8)
+@settings(max_examples=30)
 @given(sizes=layout_sizes(2, dp=(1, 2), tp=(1, 2)), rows=st.integers(13, 30))
 def test_drawn(world, sizes, rows):
     with Layout(sizes) as layout:
