@@ -58,6 +58,8 @@ class RunItem:
     """Location in pytest's form: a rank need not look into the source for it."""
     preparation: Preparation | None = None
     """The run for the item that takes its place in this order."""
+    functions: dict[str, frozenset[str]] = field(default_factory=dict)
+    """By node id of the item and of the next one: the functions that this run has selected in its file."""
     parts: dict[str, Any] = field(default_factory=dict)
 
 

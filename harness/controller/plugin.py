@@ -61,6 +61,7 @@ class Controller:
         self._config = config
         self._positions: dict[pytest.Item, int] = {}
         self._last_items: dict[str, pytest.Item] = {}
+        self._functions: dict[Path, frozenset[str]] = {}
         self._launcher: Launcher | None = None
         self._worlds = WorldPool(WorldStarter(config, self._launch).start, self._fail_last_item)
         self._termination = Termination()
@@ -139,6 +140,17 @@ class Controller:
         # What is in memory now stays to the end, torch's modules above all. Garbage collections, and the end
         # of the interpreter, need not walk through it: 0.4 s of a run.
         gc.freeze()
+
+    @pytest.hookimpl(trylast=True)
+    def pytest_collection_finish(self, session: pytest.Session) -> None:
+        """Note which functions of each file are selected, as ranks need not make items of the others."""
+        by_path: dict[Path, list[pytest.Item]] = {}
+        for item in session.items:
+            by_path.setdefault(item.path, []).append(item)
+        for path, items in by_path.items():
+            functions = [item for item in items if isinstance(item, pytest.Function)]
+            if len(functions) == len(items):
+                self._functions[path] = frozenset(item.originalname for item in functions)
 
     # Running a test
 
@@ -243,12 +255,16 @@ class Controller:
         following = None if request.fresh else self._next_of_world(request, nextitem)
         parts = {**request.parts}
         self._config.hook.pytest_ranks_order(item=item, request=request, parts=parts)
+        both = [item] if following is None else [item, following]
         return RunItem(
             nodeid=str(item.nodeid),
             path=str(item.path),
             next_item=None if following is None else (str(following.nodeid), str(following.path)),
             shared_tmp_path=self._shared_directory(item, request),
             location=item.location,
+            functions={
+                each.nodeid: self._functions[each.path] for each in both if each.path in self._functions
+            },
             parts=parts,
         )
 

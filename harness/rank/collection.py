@@ -30,23 +30,48 @@ class RankCollection:
         self._items: dict[tuple[str, str], pytest.Item] = {}
         self.errors: dict[str, str] = {}
         self._argument = Path()
+        self._functions: frozenset[str] | None = None
+        self._in_part: set[str] = set()
         self._directories: dict[tuple[Path, pytest.Collector], pytest.Collector | None] = {}
 
-    def find(self, session: pytest.Session, nodeid: str, path: str) -> pytest.Item | None:
-        """Return the item, or None if the file has no such item on this rank."""
+    def find(
+        self, session: pytest.Session, nodeid: str, path: str, functions: frozenset[str] | None
+    ) -> pytest.Item | None:
+        """Return the item, or None if the file has no such item on this rank.
+
+        Args:
+            functions: of the file, that this run has selected: to make items of all takes longer than the
+                test, often. None where all may be needed.
+        """
         if path not in self.errors:
-            self.errors[path] = ""
-            self._argument = argument_of(nodeid, path)
-            try:
-                items = session.perform_collect([path])
-            except BaseException as error:
-                # SystemExit, KeyboardInterrupt and pytest.exit in the file, and whatever a hook raises. It
-                # may be the file of the next item: this one must not suffer from it.
-                self.errors[path] = self.errors[path] or describe_raised(error)
-            else:
-                # By path, too: outside of the rootdir files of one name may have the same ids.
-                self._items.update({(path, str(item.nodeid)): item for item in items})
+            self._collect(session, nodeid, path, functions)
+        if (path, nodeid) not in self._items and path in self._in_part and not self.errors[path]:
+            self._collect(session, nodeid, path, None)  # a plugin has given it another name
         return self._items.get((path, nodeid))
+
+    def _collect(
+        self, session: pytest.Session, nodeid: str, path: str, functions: frozenset[str] | None
+    ) -> None:
+        self.errors[path] = ""
+        self._argument, self._functions = argument_of(nodeid, path), functions
+        self._in_part.discard(path) if functions is None else self._in_part.add(path)
+        try:
+            items = session.perform_collect([path])
+        except BaseException as error:
+            # SystemExit, KeyboardInterrupt and pytest.exit in the file, and whatever a hook raises. It
+            # may be the file of the next item: this one must not suffer from it.
+            self.errors[path] = self.errors[path] or describe_raised(error)
+        else:
+            # By path, too: outside of the rootdir files of one name may have the same ids.
+            self._items.update({(path, str(item.nodeid)): item for item in items})
+
+    @pytest.hookimpl(tryfirst=True)
+    def pytest_pycollect_makeitem(
+        self, collector: pytest.Module | pytest.Class, name: str, obj: object
+    ) -> list[pytest.Item] | None:
+        if self._functions is None or name in self._functions or not collector.istestfunction(obj, name):
+            return None
+        return []
 
     def report_missing(self, order: RunItem, session: pytest.Session) -> pytest.TestReport:
         """Return the report of an item that was not found on this rank, with the reason."""

@@ -208,7 +208,8 @@ class RankSession:
         new = next((path for _, path in wanted if path not in self._collection.errors), None)
         if new:
             self.rank.wire.send(Collecting(new))
-        found = [self._collection.find(session, nodeid, path) for nodeid, path in wanted]
+        selected = order.functions.get
+        found = [self._collection.find(session, nodeid, path, selected(nodeid)) for nodeid, path in wanted]
         if new:
             self.rank.wire.send(ItemStarted())
         return found if order.next_item else [*found, None]

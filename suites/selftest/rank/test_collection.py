@@ -1,0 +1,56 @@
+"""Which items of a file a rank makes: those of the functions that the run has selected."""
+
+from __future__ import annotations
+
+import pytest
+
+from suites.selftest.project import Project
+
+TESTS = """
+def test_a(): pass
+
+@pytest.mark.parametrize("x", [1, 2])
+def test_b(x): pass
+
+class TestC:
+    def test_a(self): pass
+    def test_d(self): pass
+"""
+NOTED_ON_RANK_0 = """
+import os, pathlib
+
+def pytest_itemcollected(item):
+    if os.environ.get("RANK") == "0":
+        with pathlib.Path(item.config.rootpath, "made.txt").open("a") as file:
+            print(item.name, file=file)
+"""
+OF_OTHER_NAMES = """
+import pytest
+
+def pytest_pycollect_makeitem(collector, name, obj):
+    if name == "test_a" and isinstance(collector, pytest.Module):
+        return pytest.Function.from_parent(collector, name="test_variant", callobj=obj)
+"""
+
+
+@pytest.mark.parametrize(
+    ("selection", "made"),
+    [
+        (["-k", "test_b and 1"], ["test_b[1]", "test_b[2]"]),
+        (["test_sample.py::TestC::test_d"], ["test_d"]),
+        (["--deselect", "test_sample.py::TestC"], ["test_a", "test_b[1]", "test_b[2]", "test_a"]),
+    ],
+)
+def test_a_rank_makes_no_items_of_functions_that_are_not_selected(
+    project: Project, selection: list[str], made: list[str]
+) -> None:
+    (project.path / "conftest.py").write_text(NOTED_ON_RANK_0)
+    project.write(TESTS)
+    project.run(*selection)
+    assert (project.path / "made.txt").read_text().split() == made
+
+
+def test_a_rank_finds_an_item_that_a_plugin_has_named_otherwise(project: Project) -> None:
+    (project.path / "conftest.py").write_text(OF_OTHER_NAMES)
+    project.write(TESTS)
+    assert "= 1 passed, 4 deselected in" in project.run("-k", "test_variant")
