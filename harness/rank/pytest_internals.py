@@ -6,9 +6,11 @@ Runs inside a rank; imports pytest alone.
 from __future__ import annotations
 
 import functools
+import itertools
 import logging
 import os
 import sys
+import types
 from collections.abc import Collection
 from pathlib import Path
 from typing import Any
@@ -19,6 +21,7 @@ from _pytest import capture
 from _pytest import config as pytest_config
 from _pytest._code.code import filter_traceback
 from _pytest.assertion.rewrite import assertstate_key
+from _pytest.fixtures import FixtureFunctionDefinition, FixtureManager
 from _pytest.logging import LogCaptureHandler, catching_logs
 from _pytest.reports import pytest_report_to_serializable
 
@@ -76,6 +79,26 @@ def expect_plugins(to_rewrite: Collection[str]) -> None:
 
     patched: Any = pytest_config.Config
     patched._mark_plugins_for_rewrite = take_names
+
+
+def find_fixtures_quickly() -> None:
+    """Let pytest look for fixtures only in plugins that have some: 5 of 90, and a seventh of a rank's start.
+
+    If it moves: what reads the fixtures of each plugin as it is registered.
+    """
+    patched: Any = FixtureManager
+    registered = patched.pytest_plugin_registered
+
+    def pytest_plugin_registered(self: Any, plugin: object, plugin_name: str) -> None:
+        # As pytest has it: of a module its own names, of an object those of its type.
+        of_object = plugin if isinstance(plugin, type) else type(plugin)
+        holders = [plugin] if isinstance(plugin, types.ModuleType) else of_object.__mro__
+        values = itertools.chain.from_iterable(vars(holder).values() for holder in holders)
+        is_conftest = bool(plugin_name) and plugin_name.endswith("conftest.py")
+        if is_conftest or any(isinstance(value, FixtureFunctionDefinition) for value in values):
+            registered(self, plugin, plugin_name)
+
+    patched.pytest_plugin_registered = pytest_plugin_registered
 
 
 def attach_log_handlers_quickly() -> None:

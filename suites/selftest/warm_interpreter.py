@@ -93,6 +93,10 @@ def at_start(environ: Mapping[str, str]) -> dict[str, str]:
 def _import(names: Sequence[str]) -> None:
     for name in names:
         importlib.import_module(name)
+    _keep_what_is_imported()
+
+
+def _keep_what_is_imported() -> None:
     # What torch has registered is not taken back at the end of each session.
     of_weakref: Any = weakref.finalize
     for registered in of_weakref._registry:
@@ -134,19 +138,17 @@ def _package(name: str) -> str:
 
 def _set_aside(names: Sequence[str]) -> None:
     """Import modules as a session of pytest would, and set them and the rest of their packages aside."""
-    from _pytest.assertion import install_importhook
-    from _pytest.config import get_config
+    from _pytest.assertion.rewrite import AssertionRewritingHook
+
+    from lockstep.features.other_plugins.pytest_internals import import_with_rewritten_asserts
 
     installed = [name for name in names if importlib.util.find_spec(_package(name))]
-    packages = {_package(name) for name in installed}
-    rewriting = install_importhook(get_config())
-    rewriting.mark_rewrite(*packages)
-    _import(installed)
-    sys.meta_path.remove(rewriting)
-    found = SetAside(packages)
+    import_with_rewritten_asserts(installed)
+    _keep_what_is_imported()
+    found = SetAside({_package(name) for name in installed})
     sys.meta_path.insert(0, found)
     # A session puts its own finder of these packages before all others.
-    of_pytest: Any = type(rewriting)
+    of_pytest: Any = AssertionRewritingHook
     find = of_pytest.find_spec
     of_pytest.find_spec = lambda self, *wanted: found.find_spec(*wanted) or find(self, *wanted)
 

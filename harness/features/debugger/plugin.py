@@ -29,6 +29,10 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     )
 
 
+def pytest_ranks_imports(hints: list[str]) -> None:
+    hints.append("lockstep.features.debugger.rank")
+
+
 def pytest_configure(config: pytest.Config) -> None:
     """Prepare the debugger of a run in the controller, or refuse pytest's own, which reaches no rank."""
     options = config.option

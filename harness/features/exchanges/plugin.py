@@ -44,6 +44,10 @@ class Exchanged:
 # In a rank
 
 
+def pytest_ranks_imports(hints: list[str]) -> None:
+    hints.append("lockstep.features.exchanges.rank")
+
+
 def pytest_configure(config: pytest.Config) -> None:
     session: RankSession | None = config.pluginmanager.get_plugin(RANK_PLUGIN)
     if session is not None and meets(session.world.backend):

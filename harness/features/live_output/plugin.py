@@ -25,6 +25,10 @@ def pytest_cmdline_main(config: pytest.Config) -> Generator[None, object, object
     return (yield)
 
 
+def pytest_ranks_imports(hints: list[str]) -> None:
+    hints.append("lockstep.features.live_output.rank")
+
+
 def pytest_configure(config: pytest.Config) -> None:
     if not config.pluginmanager.hasplugin(RANK_PLUGIN):
         config.pluginmanager.register(ShownOutput(config))

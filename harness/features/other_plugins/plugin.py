@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from lockstep.exceptions import LaunchError
+from lockstep.features.other_plugins import PRELOADED
 from lockstep.hookspecs import RANK_PLUGIN
 
 if TYPE_CHECKING:
@@ -48,6 +49,13 @@ def pytest_configure(config: pytest.Config) -> None:
         from lockstep.features.other_plugins import rerunfailures_internals
 
         config.pluginmanager.register(rerunfailures_internals)
+
+
+def pytest_ranks_imports(config: pytest.Config, hints: list[str]) -> None:
+    installed = {getattr(plugin, "__name__", "") for plugin, _ in config.pluginmanager.list_plugin_distinfo()}
+    hints.append("lockstep.features.other_plugins.rank")
+    if config.getoption("assertmode") == "rewrite" and not installed.isdisjoint(PRELOADED):
+        hints.append("lockstep.features.other_plugins.preloaded")
 
 
 def _has(config: pytest.Config, module: str, name: str) -> bool:

@@ -7,6 +7,10 @@ import pytest
 from lockstep.hookspecs import RANK_PLUGIN
 
 
+def pytest_ranks_imports(hints: list[str]) -> None:
+    hints.extend(("lockstep.features.xml_report.notes", "lockstep.features.xml_report.pytest_internals"))
+
+
 def pytest_configure(config: pytest.Config) -> None:
     if config.pluginmanager.hasplugin(RANK_PLUGIN):
         from lockstep.features.xml_report.notes import XmlNotes

@@ -41,6 +41,15 @@ def pytest_runtest_setup(item):
         raise ValueError("it runs where it was left out")
 """
 
+IMPORTED_BEFORE = """
+import sys
+
+def test_it(world, pytestconfig):
+    loader = sys.modules["pytest_timeout"].__loader__
+    assert type(loader).__name__ == "AssertionRewritingHook"
+    assert loader.config is not pytestconfig
+"""
+
 
 def install(path: Path, name: str, module: str) -> None:
     """Make an installed distribution with a pytest plugin, in a directory that is to be on the path."""
@@ -143,3 +152,10 @@ def test_a_project_keeps_its_own_options(tmp_path: Path) -> None:
     assert "AssertionError: assert 'shm' == 'gloo'" in done.output
     words = "--ranks-backend shm --backend triton --device --skew left"
     assert f"pytest test_it.py::test_options {words}" in done.lines
+
+
+def test_the_server_imports_plugins_for_ranks(tmp_path: Path) -> None:
+    """With their asserts rewritten, as a rank would import them itself."""
+    (tmp_path / "test_it.py").write_text(HEADER + IMPORTED_BEFORE)
+    run = run_pytest(tmp_path, "-W", "error", fresh=True)
+    assert run.count() == "1 passed", run.output

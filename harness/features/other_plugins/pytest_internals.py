@@ -1,0 +1,24 @@
+"""Private names of pytest that the import of plugins uses. Seen in pytest 9.2."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from collections.abc import Sequence
+
+import pytest
+from _pytest.assertion import install_importhook
+
+
+def import_with_rewritten_asserts(modules: Sequence[str]) -> None:
+    """Import modules of plugins as a session of pytest would: their packages' asserts say what they compared.
+
+    If it moves: what `Config._consider_importhook` installs, and what it gives the names of plugins to.
+    """
+    rewriting = install_importhook(pytest.Config(pytest.PytestPluginManager()))
+    try:
+        rewriting.mark_rewrite(*{name.partition(".")[0] for name in modules})
+        for name in modules:
+            importlib.import_module(name)
+    finally:
+        sys.meta_path.remove(rewriting)
