@@ -25,7 +25,7 @@ from lockstep.rank.process import Rank
 from lockstep.rank.pytest_internals import (
     attach_log_handlers_quickly,
     expect_plugins,
-    find_fixtures_quickly,
+    manage_fixtures_quickly,
     set_location,
     set_root,
 )
@@ -103,7 +103,7 @@ class RankSession:
         if names_lines and not given.captures:
             prefix_streams(lambda: f"rank {self.world.rank}")
         attach_log_handlers_quickly()
-        find_fixtures_quickly()
+        manage_fixtures_quickly()
         expect_plugins(given.to_rewrite)
         set_root(Path(given.rootdir), Path(given.inifile) if given.inifile else None)
         try:

@@ -54,3 +54,30 @@ def test_a_rank_finds_an_item_that_a_plugin_has_named_otherwise(project: Project
     (project.path / "conftest.py").write_text(OF_OTHER_NAMES)
     project.write(TESTS)
     assert "= 1 passed, 4 deselected in" in project.run("-k", "test_variant")
+
+
+OF_TWO_VALUES = """
+import pytest
+
+@pytest.fixture(scope="module", params=[1, 2])
+def value(request): return request.param
+
+def test_a(value): pass
+def test_b(value): pass
+"""
+STARTS_A_SESSION = """
+class Order:
+    def pytest_collection_finish(self, session):
+        self.names = [item.name for item in session.items]
+
+def test_outer(world, request):
+    order = Order()
+    assert pytest.main(["values.py", "-p", "no:terminal", "-p", "no:lockstep"], plugins=[order]) == 0
+    assert order.names == ["test_a[1]", "test_b[1]", "test_a[2]", "test_b[2]"]
+"""
+
+
+def test_a_session_that_a_test_starts_sorts_items_as_pytest_does(project: Project) -> None:
+    project.write(STARTS_A_SESSION)
+    (project.path / "values.py").write_text(OF_TWO_VALUES)
+    assert "= 1 passed in" in project.run("test_sample.py")
