@@ -11,7 +11,7 @@ import logging
 import os
 import sys
 import types
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Any
 from weakref import WeakSet
@@ -21,6 +21,7 @@ from _pytest import capture
 from _pytest import config as pytest_config
 from _pytest._code.code import filter_traceback
 from _pytest.assertion.rewrite import assertstate_key
+from _pytest.config import get_config as get_config
 from _pytest.fixtures import FixtureFunctionDefinition, FixtureManager
 from _pytest.logging import LogCaptureHandler, catching_logs
 from _pytest.reports import pytest_report_to_serializable
@@ -62,6 +63,30 @@ def set_root(rootdir: Path, inifile: Path | None) -> None:
         return (rootdir, inifile, *others)
 
     patched.determine_setup = determine_setup
+
+
+def use_config(config: pytest.Config) -> None:
+    """Let the pytest session that starts next have this config, with the options of pytest's own plugins.
+
+    Not where its arguments block one of these: the options of that are free for other plugins then. Nobody
+    replaces the cache, which is blocked to leave no files.
+
+    If it moves: what makes the config in `_prepareconfig`.
+    """
+    patched: Any = pytest_config
+    make = patched.get_config
+
+    def get_config(args: Sequence[str], plugins: Any, **others: Any) -> Any:
+        patched.get_config = make  # a test may start other sessions
+        words = {word.removeprefix("-p").strip() for word in args}
+        if words & {f"no:{name}" for name in pytest_config.default_plugins if name != "cacheprovider"}:
+            return make(args, plugins, **others)
+        given: Any = config
+        given.invocation_params = pytest.Config.InvocationParams(args=args, plugins=plugins, dir=Path.cwd())
+        config.pluginmanager.consider_preparse(args, exclude_only=True)
+        return config
+
+    patched.get_config = get_config
 
 
 def expect_plugins(to_rewrite: Collection[str]) -> None:

@@ -25,9 +25,11 @@ from lockstep.rank.process import Rank
 from lockstep.rank.pytest_internals import (
     attach_log_handlers_quickly,
     expect_plugins,
+    get_config,
     manage_fixtures_quickly,
     set_location,
     set_root,
+    use_config,
 )
 from lockstep.rank.reporter import PHASES, RankReporter, describe_raised, failure
 from lockstep.rank.state import CrashReports, seed_everything
@@ -50,6 +52,9 @@ _CONTROLLER_OPTIONS: dict[str, Any] = {
     **dict.fromkeys(("deselect", "cacheshow", "durations", "xmlpath", "pastebin", "debug"), None),
     **dict.fromkeys(("numprocesses", "maxprocesses"), None),
 }
+
+_CONFIG = get_config()
+"""pytest's config before it has arguments, with its own plugins. The server imports this module, once."""
 
 
 class RankSession:
@@ -105,6 +110,7 @@ class RankSession:
         attach_log_handlers_quickly()
         manage_fixtures_quickly()
         expect_plugins(given.to_rewrite)
+        use_config(_CONFIG)
         set_root(Path(given.rootdir), Path(given.inifile) if given.inifile else None)
         try:
             status = pytest.main(list(given.args), plugins=[self])

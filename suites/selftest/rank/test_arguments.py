@@ -101,6 +101,13 @@ def test_a_plugin_that_the_server_has_imported_is_no_warning_of_ranks(tmp_path: 
     assert run.count() == "1 passed", run.output
 
 
+def test_a_plugin_may_replace_one_of_pytests_own(project: Project) -> None:
+    own = 'def pytest_addoption(parser):\n    parser.addoption("--log-level", default="of the plugin")\n'
+    (project.path / "own.py").write_text(own)
+    project.write("def test_x(pytestconfig):\n    assert pytestconfig.option.log_level == 'of the plugin'\n")
+    assert "= 1 passed in" in project.run("-p", "no:logging", "-p", "own")
+
+
 # The rootdir
 
 
