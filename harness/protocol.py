@@ -59,7 +59,7 @@ class RunItem:
     preparation: Preparation | None = None
     """The run for the item that takes its place in this order."""
     functions: dict[str, frozenset[str]] = field(default_factory=dict)
-    """By node id of the item and of the next one: the functions that this run has selected in its file."""
+    """The functions that this run has selected in the files of the item and of the next one, by node id."""
     parts: dict[str, Any] = field(default_factory=dict)
 
 

@@ -1,4 +1,4 @@
-"""Which items of a file a rank makes: those of the functions that the run has selected."""
+"""The items of a file that a rank makes: those of the functions that the run has selected."""
 
 from __future__ import annotations
 
