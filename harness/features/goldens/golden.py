@@ -7,6 +7,7 @@ import hashlib
 import os
 import platform
 import re
+import stat
 from collections.abc import Mapping
 from pathlib import Path
 from types import TracebackType
@@ -247,6 +248,8 @@ def _leave_mark(mark: Path, test: str) -> str:
 
 
 def _read(path: Path) -> str:
+    if not stat.S_ISREG(path.stat().st_mode):  # the open of a FIFO waits for a process that writes
+        raise OSError("it is no regular file")
     return path.read_text(encoding="utf-8", errors="backslashreplace")
 
 

@@ -179,7 +179,7 @@ def marked(mark: str, form: str) -> str:
 
 def in_test(statement: str) -> str:
     arguments = "world, faults, golden, run_subtests"
-    return f"{HEADER}import harness\n@pytest.mark.ranks(2)\ndef test_it({arguments}):\n    {statement}\n"
+    return f"{HEADER}import lockstep\n@pytest.mark.ranks(2)\ndef test_it({arguments}):\n    {statement}\n"
 
 
 _marks = st.builds(
@@ -228,7 +228,7 @@ garbage = st.one_of(
 
 def held_golden(contents: str | bytes | None) -> Case:
     """Return a test that is held to a golden with these contents."""
-    return Case(in_test(_RECORD).replace("import harness", "import torch"), contents)
+    return Case(in_test(_RECORD).replace("import lockstep", "import torch"), contents)
 
 
 _goldens = st.builds(

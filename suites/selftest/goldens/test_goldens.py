@@ -1,5 +1,6 @@
 """Goldens: what `--update-goldens` writes, and what a run that differs from it says."""
 
+import os
 import re
 
 import pytest
@@ -153,6 +154,17 @@ def test_goldens_are_shared_and_counted_under_xdist(outputs, shared_project):
     assert "goldens: 2 written, 4 up to date\n" in output
     assert output.count(f"golden that no test has used: {FOLDER}/{OLD}; remove it") == 1
     assert {path.name for path in (shared_project.path / FOLDER).iterdir()} == outputs["names"]
+
+
+def test_a_golden_that_is_a_fifo_is_refused(project):
+    """To open it would wait for a process that writes, until the deadline."""
+    project.write("def test_it(golden):\n    with golden('g') as run:\n        run.record('one', 1.0)\n")
+    path = project.path / "goldens" / "test_sample" / "g-2-gloo.txt"
+    path.parent.mkdir(parents=True)
+    os.mkfifo(path)
+    for options in ([], ["--update-goldens"]):
+        output = project.run("--world-timeout=10", *options)
+        assert f"the golden {path} cannot be read or written: it is no regular file" in output
 
 
 def test_a_write_that_fails_leaves_the_old_file_alone(tmp_path):
