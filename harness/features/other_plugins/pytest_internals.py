@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import sys
 from collections.abc import Sequence
@@ -19,6 +20,7 @@ def import_with_rewritten_asserts(modules: Sequence[str]) -> None:
     try:
         rewriting.mark_rewrite(*{name.partition(".")[0] for name in modules})
         for name in modules:
-            importlib.import_module(name)
+            with contextlib.suppress(ImportError):  # an older release may not have the module
+                importlib.import_module(name)
     finally:
         sys.meta_path.remove(rewriting)
