@@ -148,7 +148,7 @@ class Controller:
         for item in session.items:
             by_path.setdefault(item.path, []).append(item)
         for path, items in by_path.items():
-            functions = [item for item in items if isinstance(item, pytest.Function)]
+            functions = [item for item in items if isinstance(item, pytest.Function) and _has_its_name(item)]
             if len(functions) == len(items):
                 self._functions[path] = frozenset(item.originalname for item in functions)
 
@@ -359,3 +359,8 @@ class Controller:
         if self._launcher is not None:
             self._launcher.stop()
             self._launcher = None
+
+
+def _has_its_name(item: pytest.Function) -> bool:
+    """Return whether its module or class has a function of its name: a plugin may name it otherwise."""
+    return hasattr(getattr(item.parent, "obj", None), item.originalname)

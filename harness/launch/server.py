@@ -66,7 +66,8 @@ def _prepare(
     _end_with(controller, directory)
     gc.disable()
     failures = {}
-    for name in () if imports is None else _needed(**imports):
+    needed = () if imports is None else (*EVERY_RANK_IMPORTS, *imports["modules"], *imports["preload"])
+    for name in needed:
         try:
             importlib.import_module(name)
         except (Exception, SystemExit) as error:  # whatever a user's module raises is reported to the user
@@ -136,19 +137,6 @@ def last_words(directory: str) -> str:
     words = path.read_text() if path.exists() else ""
     path.unlink(missing_ok=True)
     return words
-
-
-def _needed(modules: list[str], preload: list[str], hints: list[str]) -> tuple[str, ...]:
-    return (*EVERY_RANK_IMPORTS, *modules, *_pytest_plugins(), *preload)
-
-
-def _pytest_plugins() -> list[str]:
-    """Return the modules that pytest imports at the start of every session; a wrong guess costs time only."""
-    # `default_plugins` was seen in pytest 9.2; it is not documented.
-    config = importlib.import_module("_pytest.config")
-    return [
-        f"_pytest.{name}" for name in getattr(config, "default_plugins", ()) if name != "pytester_assertions"
-    ]
 
 
 def _leave(server_pid: int, directory: str) -> None:

@@ -31,7 +31,6 @@ class RankCollection:
         self.errors: dict[str, str] = {}
         self._argument = Path()
         self._functions: frozenset[str] | None = None
-        self._in_part: set[str] = set()
         self._directories: dict[tuple[Path, pytest.Collector], pytest.Collector | None] = {}
 
     def find(
@@ -40,38 +39,33 @@ class RankCollection:
         """Return the item, or None if the file has no such item on this rank.
 
         Args:
-            functions: of the file, that this run has selected: to make items of all takes longer than the
-                test, often. None where all may be needed.
+            functions: of the file, that this run has selected: to make items of all often takes longer than
+                the test. None where all may be needed.
         """
         if path not in self.errors:
-            self._collect(session, nodeid, path, functions)
-        if (path, nodeid) not in self._items and path in self._in_part and not self.errors[path]:
-            self._collect(session, nodeid, path, None)  # a plugin has given it another name
+            self.errors[path] = ""
+            self._argument, self._functions = argument_of(nodeid, path), functions
+            try:
+                items = session.perform_collect([path])
+            except BaseException as error:
+                # SystemExit, KeyboardInterrupt and pytest.exit in the file, and whatever a hook raises. It
+                # may be the file of the next item: this one must not suffer from it.
+                self.errors[path] = self.errors[path] or describe_raised(error)
+            else:
+                # By path, too: outside of the rootdir files of one name may have the same ids.
+                self._items.update({(path, str(item.nodeid)): item for item in items})
+            finally:
+                self._functions = None  # a test may collect, too
         return self._items.get((path, nodeid))
-
-    def _collect(
-        self, session: pytest.Session, nodeid: str, path: str, functions: frozenset[str] | None
-    ) -> None:
-        self.errors[path] = ""
-        self._argument, self._functions = argument_of(nodeid, path), functions
-        self._in_part.discard(path) if functions is None else self._in_part.add(path)
-        try:
-            items = session.perform_collect([path])
-        except BaseException as error:
-            # SystemExit, KeyboardInterrupt and pytest.exit in the file, and whatever a hook raises. It
-            # may be the file of the next item: this one must not suffer from it.
-            self.errors[path] = self.errors[path] or describe_raised(error)
-        else:
-            # By path, too: outside of the rootdir files of one name may have the same ids.
-            self._items.update({(path, str(item.nodeid)): item for item in items})
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_pycollect_makeitem(
         self, collector: pytest.Module | pytest.Class, name: str, obj: object
     ) -> list[pytest.Item] | None:
-        if self._functions is None or name in self._functions or not collector.istestfunction(obj, name):
+        """Make no item of a function that is not selected."""
+        if self._functions is None or name in self._functions or isinstance(obj, type):
             return None
-        return []
+        return [] if collector.istestfunction(obj, name) else None
 
     def report_missing(self, order: RunItem, session: pytest.Session) -> pytest.TestReport:
         """Return the report of an item that was not found on this rank, with the reason."""

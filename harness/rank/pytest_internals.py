@@ -79,7 +79,8 @@ def use_config(config: pytest.Config) -> None:
     def get_config(args: Sequence[str], plugins: Any, **others: Any) -> Any:
         patched.get_config = make  # a test may start other sessions
         words = {word.removeprefix("-p").strip() for word in args}
-        if words & {f"no:{name}" for name in pytest_config.default_plugins if name != "cacheprovider"}:
+        blocked = words & {f"no:{name}" for name in pytest_config.default_plugins if name != "cacheprovider"}
+        if blocked or "PYTEST_DEBUG" in os.environ:  # which the server's own streams would show
             return make(args, plugins, **others)
         given: Any = config
         given.invocation_params = pytest.Config.InvocationParams(args=args, plugins=plugins, dir=Path.cwd())
@@ -118,13 +119,20 @@ def manage_fixtures_quickly() -> None:
     make, registered = patched.__init__, patched.pytest_plugin_registered
 
     def pytest_plugin_registered(self: Any, plugin: object, plugin_name: str) -> None:
-        # As pytest has it: of a module its own names, of an object those of its type.
+        is_conftest = bool(plugin_name) and plugin_name.endswith("conftest.py")
+        if is_conftest or may_have_fixtures(plugin):
+            registered(self, plugin, plugin_name)
+
+    def may_have_fixtures(plugin: object) -> bool:
+        # Of a module its own names, of an object those of its type, as pytest has it.
         of_object = plugin if isinstance(plugin, type) else type(plugin)
         holders = [plugin] if isinstance(plugin, types.ModuleType) else of_object.__mro__
+        if any("__dir__" in vars(holder) for holder in holders if holder is not object):
+            return True
         values = itertools.chain.from_iterable(vars(holder).values() for holder in holders)
-        is_conftest = bool(plugin_name) and plugin_name.endswith("conftest.py")
-        if is_conftest or any(isinstance(value, FixtureFunctionDefinition) for value in values):
-            registered(self, plugin, plugin_name)
+        found = (value.__func__ if type(value) is staticmethod else value for value in values)
+        # `isinstance` would ask each object for its class, and that of a proxy may raise anything.
+        return any(type(value) is FixtureFunctionDefinition for value in found)
 
     def pytest_collection_modifyitems(self: Any) -> None:
         pass

@@ -54,7 +54,7 @@ _CONTROLLER_OPTIONS: dict[str, Any] = {
 }
 
 _CONFIG = get_config()
-"""pytest's config before it has arguments, with its own plugins. The server imports this module, once."""
+"""pytest's config before it has arguments, with its own plugins, made as the server imports this module."""
 
 
 class RankSession:

@@ -54,7 +54,7 @@ def pytest_configure(config: pytest.Config) -> None:
 def pytest_ranks_imports(config: pytest.Config, hints: list[str]) -> None:
     installed = {getattr(plugin, "__name__", "") for plugin, _ in config.pluginmanager.list_plugin_distinfo()}
     hints.append("lockstep.features.other_plugins.rank")
-    if config.getoption("assertmode") == "rewrite" and not installed.isdisjoint(PRELOADED):
+    if config.getoption("assertmode", "plain") == "rewrite" and not installed.isdisjoint(PRELOADED):
         hints.append("lockstep.features.other_plugins.preloaded")
 
 

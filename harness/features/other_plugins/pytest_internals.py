@@ -18,7 +18,7 @@ def import_with_rewritten_asserts(modules: Sequence[str]) -> None:
     """
     rewriting = install_importhook(pytest.Config(pytest.PytestPluginManager()))
     try:
-        rewriting.mark_rewrite(*{name.partition(".")[0] for name in modules})
+        rewriting._must_rewrite.update(name.partition(".")[0] for name in modules)
         for name in modules:
             with contextlib.suppress(ImportError):  # an older release may not have the module
                 importlib.import_module(name)

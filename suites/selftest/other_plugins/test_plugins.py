@@ -159,3 +159,43 @@ def test_the_server_imports_plugins_for_ranks(tmp_path: Path) -> None:
     (tmp_path / "test_it.py").write_text(HEADER + IMPORTED_BEFORE)
     run = run_pytest(tmp_path, "-W", "error", fresh=True)
     assert run.count() == "1 passed", run.output
+
+
+@pytest.mark.parametrize("blocked", ["assertion", "xdist", "logging"])
+def test_a_plugin_of_the_run_may_be_blocked(tmp_path: Path, blocked: str) -> None:
+    (tmp_path / "test_it.py").write_text(f"{HEADER}def test_it(world): assert world.size == 2\n")
+    run = run_pytest(tmp_path, "-p", f"no:{blocked}")
+    assert run.count() == "1 passed", run.output
+
+
+HAS_A_PROXY = """
+import pytest
+
+class Proxy:
+    @property
+    def __class__(self):
+        raise ZeroDivisionError("there is no object yet")
+
+proxy = Proxy()
+
+class Part:
+    @pytest.fixture
+    def of_an_object(self):
+        return "of an object"
+
+def pytest_configure(config):
+    config.pluginmanager.register(Part())
+
+@pytest.fixture
+def of_a_module():
+    return "of a module"
+"""
+
+
+def test_fixtures_of_plugins_are_found(tmp_path: Path) -> None:
+    """And nothing else is asked what it is."""
+    (tmp_path / "own.py").write_text(HAS_A_PROXY)
+    test = "def test_it(of_an_object, of_a_module):\n    assert of_an_object != of_a_module\n"
+    (tmp_path / "test_it.py").write_text(HEADER + test)
+    run = run_pytest(tmp_path, "-p", "own")
+    assert run.count() == "1 passed", run.output

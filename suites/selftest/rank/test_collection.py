@@ -13,6 +13,8 @@ def test_a(): pass
 def test_b(x): pass
 
 class TestC:
+    __test__ = True  # so that it could be called, as a function is
+
     def test_a(self): pass
     def test_d(self): pass
 """
