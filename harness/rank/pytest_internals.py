@@ -68,8 +68,8 @@ def set_root(rootdir: Path, inifile: Path | None) -> None:
 def use_config(config: pytest.Config) -> None:
     """Let the pytest session that starts next have this config, with the options of pytest's own plugins.
 
-    Not where its arguments block one of these: the options of that are free for other plugins then. Nobody
-    replaces the cache, which is blocked to leave no files.
+    Not where its arguments block one of these: the options of that are free for other plugins then. No plugin
+    replaces the cache, which is blocked to leave no files, unless it is named again.
 
     If it moves: what makes the config in `_prepareconfig`.
     """
@@ -79,8 +79,9 @@ def use_config(config: pytest.Config) -> None:
     def get_config(args: Sequence[str], plugins: Any, **others: Any) -> Any:
         patched.get_config = make  # a test may start other sessions
         words = {word.removeprefix("-p").strip() for word in args}
-        blocked = words & {f"no:{name}" for name in pytest_config.default_plugins if name != "cacheprovider"}
-        if blocked or "PYTEST_DEBUG" in os.environ:  # which the server's own streams would show
+        own = pytest_config.default_plugins
+        changed = words & {*own, *(f"no:{name}" for name in own if name != "cacheprovider")}
+        if changed or "PYTEST_DEBUG" in os.environ:  # which the server's own streams would show
             return make(args, plugins, **others)
         given: Any = config
         given.invocation_params = pytest.Config.InvocationParams(args=args, plugins=plugins, dir=Path.cwd())

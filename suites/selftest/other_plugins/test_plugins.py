@@ -168,6 +168,12 @@ def test_a_plugin_of_the_run_may_be_blocked(tmp_path: Path, blocked: str) -> Non
     assert run.count() == "1 passed", run.output
 
 
+def test_a_plugin_that_is_blocked_may_be_named_again(tmp_path: Path) -> None:
+    (tmp_path / "test_it.py").write_text(f"{HEADER}def test_it(world): assert world.size == 2\n")
+    run = run_pytest(tmp_path, "-p", "no:cacheprovider", "-p", "cacheprovider", "--lf")
+    assert run.count().startswith("1 passed"), run.output
+
+
 HAS_A_PROXY = """
 import pytest
 
