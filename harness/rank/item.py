@@ -16,9 +16,9 @@ from typing import TYPE_CHECKING, Any, Protocol
 import pytest
 
 from lockstep.exceptions import RankStateWarning
+from lockstep.rank.dtensor_internals import DTensorResults
 from lockstep.rank.pytest_internals import forget_ended_dependents, tear_down_except_for
 from lockstep.rank.state import CrashReports, RankState
-from lockstep.rank.torch_internals import DTensorResults
 from lockstep.subtests import RunSubtests
 
 if TYPE_CHECKING:
@@ -210,6 +210,7 @@ class StateGuard:
         """Accept what has changed since the last test: by the import of a file, or by a plugin."""
         if RankState.capture() != self._last:
             self.adopt(self._last)
+        self._dtensor_results.begin_test()
 
     def after(self, raised: bool) -> Sequence[str]:
         baseline = self.baseline

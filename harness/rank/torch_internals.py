@@ -10,7 +10,6 @@ import datetime
 import functools
 import gc
 import json
-import operator
 import os
 import pickle
 import re
@@ -279,79 +278,6 @@ def build_locks() -> tuple[BuildLock, ...]:
     batons = [each for each in gc.get_objects() if type(each) is module.FileBaton]
     paths = {str(each.lock_file_path): each.fd is not None for each in batons}
     return tuple(BuildLock(path, is_held) for path, is_held in paths.items() if os.path.exists(path))
-
-
-DROP_EVERY = 100
-"""Tests after which the results of DTensor's operators are dropped in any case."""
-# What makes torch know a group by its name, and forget it. If one moves: where functional collectives look
-# the name up.
-_REGISTRATIONS = ("_register_process_group", "_unregister_process_group", "_unregister_all_process_groups")
-# What makes `ShardingPropagator` know how an operator is sharded. If one moves: what
-# `torch.distributed.tensor.experimental.register_sharding` calls.
-_RULES = ("register_sharding_prop_rule", "register_op_strategy", "register_single_dim_op_strategy")
-
-# What else of DTensor keeps meshes of tests, and so their groups and the threads of gloo. If one moves: what
-# `gc.get_referrers` shows of a mesh after its test.
-_HOLDING_MESHES = {
-    "_redistribute": ("clear_redistribute_planner_cache", "_gen_transform_infos.cache_clear"),
-    "_collective_utils": ("MeshTopoInfo.build_from_mesh.cache_clear",),
-    "_sharding_prop": ("ShardingPropagator._propagate_tensor_meta_cached.cache_clear",),
-}
-
-
-class DTensorResults:
-    """The results that operators of DTensor remember, dropped where they may be of other groups.
-
-    An operator remembers what it returned for equal arguments, and meshes over different groups of the same
-    ranks are equal: it would answer with a mesh of another test, whose groups may be gone. To find a result
-    again takes 1 to 3 ms, so they are kept while this process has the same groups, no two of them alike, and
-    until a test registers how an operator is sharded. Nor are they kept for ever: torch has no limit to
-    their number.
-    """
-
-    def __init__(self) -> None:
-        self._is_outdated = self._awaits_rules = False
-        self._num_tests = 0
-
-    def install(self) -> None:
-        """Drop the results whenever a group is made or ends, or an operator gets a rule."""
-        for name in _REGISTRATIONS:
-            setattr(_c10d, name, self._dropping(getattr(_c10d, name)))
-        self._awaits_rules = True
-
-    def end_test(self) -> None:
-        """Drop the results if the test has made groups, if two have the same ranks, and now and then."""
-        if self._awaits_rules and (tensor := sys.modules.get("torch.distributed.tensor")):
-            self._awaits_rules = False
-            propagator = type(tensor.DTensor._op_dispatcher.sharding_propagator)
-            for name in _RULES:
-                if register := getattr(propagator, name, None):  # torch 2.11 has two of them
-                    setattr(propagator, name, self._dropping(register))
-        self._num_tests += 1
-        members = [ranks for _, ranks in group_members()]
-        if self._is_outdated or len(set(members)) < len(members) or self._num_tests % DROP_EVERY == 0:
-            self._drop()
-        self._is_outdated = False
-
-    def _dropping(self, register: Callable[..., None]) -> Callable[..., None]:
-        def drop_and_register(*args: Any, **options: Any) -> None:
-            self._is_outdated = True
-            self._drop()
-            register(*args, **options)
-
-        return drop_and_register
-
-    def _drop(self) -> None:
-        if tensor := sys.modules.get("torch.distributed.tensor"):
-            # As torch.distributed.tensor.debug does, whose import takes 2 s. torch 2.12 has the first alone.
-            with contextlib.suppress(AttributeError):
-                tensor.DTensor._op_dispatcher.sharding_propagator.propagate_op_sharding.cache_clear()
-            getattr(torch._C, "_clear_DTensor_sharding_propagator_cache", lambda: None)()
-        for module, names in _HOLDING_MESHES.items():
-            found: Any = sys.modules.get(f"torch.distributed.tensor.{module}")
-            for name in names:
-                with contextlib.suppress(AttributeError):  # of another version, or not imported
-                    operator.attrgetter(name)(found)()
 
 
 def show_freed_tensors() -> None:

@@ -1,0 +1,239 @@
+"""Results that operators of DTensor remember from test to test, by private names of torch 2.13.
+
+Runs inside a rank.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import operator
+import sys
+import weakref
+from collections.abc import Callable, Hashable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from lockstep.rank.torch_internals import group_members
+
+_c10d: Any = dist.distributed_c10d
+
+DROP_EVERY = 100
+"""Tests after which the results of DTensor's operators are dropped in any case."""
+MAX_KEPT = 10_000
+"""Results that are kept for other meshes; the largest have some kilobytes."""
+# What makes torch know a group by its name, and forget it. If one moves: where functional collectives look
+# the name up.
+_REGISTRATIONS = ("_register_process_group", "_unregister_process_group", "_unregister_all_process_groups")
+# What makes `ShardingPropagator` know how an operator is sharded. If one moves: what
+# `torch.distributed.tensor.experimental.register_sharding` calls.
+_RULES = ("register_sharding_prop_rule", "register_op_strategy", "register_single_dim_op_strategy")
+# Where it has them by operator. If one moves: what the first of them writes to.
+_RULES_BY_OPERATOR = ("op_to_rules", "op_strategy_funcs", "op_single_dim_strategy_funcs")
+
+# What else of DTensor keeps meshes of tests, and so their groups and the threads of gloo. If one moves: what
+# `gc.get_referrers` shows of a mesh after its test.
+_HOLDING_MESHES = {
+    "_redistribute": ("clear_redistribute_planner_cache", "_gen_transform_infos.cache_clear"),
+    "_collective_utils": ("MeshTopoInfo.build_from_mesh.cache_clear",),
+    "_sharding_prop": ("ShardingPropagator._propagate_tensor_meta_cached.cache_clear",),
+}
+
+# Arguments of operators besides tensors. With others, such as symbolic sizes of a compiler, nothing is kept.
+_PLAIN = (int, float, bool, str, torch.dtype, torch.device, torch.layout, torch.memory_format, type(None))
+
+
+class DTensorResults:
+    """The results that operators of DTensor remember, dropped where they may be of other groups.
+
+    An operator remembers what it returned for equal arguments, and meshes over different groups of the same
+    ranks are equal: it would answer with a mesh of another test, whose groups may be gone. To find a result
+    again takes 1 to 3 ms, so they are kept while this process has the same groups, no two of them alike, and
+    until a test registers how an operator is sharded. Nor are they kept for ever: torch has no limit to
+    their number.
+    """
+
+    def __init__(self) -> None:
+        self._is_outdated = self._awaits_rules = False
+        self._num_tests = 0
+        self._on_other_meshes = ResultsOnOtherMeshes()
+
+    def install(self) -> None:
+        """Drop the results whenever a group is made or ends, or an operator gets a rule."""
+        for name in _REGISTRATIONS:
+            setattr(_c10d, name, self._dropping(getattr(_c10d, name)))
+        self._awaits_rules = True
+
+    def begin_test(self) -> None:
+        """Notice rules of operators from now on, where DTensor has been imported since."""
+        if self._awaits_rules and (tensor := sys.modules.get("torch.distributed.tensor")):
+            self._awaits_rules = False
+            propagator = tensor.DTensor._op_dispatcher.sharding_propagator
+            for name in _RULES:
+                if register := getattr(type(propagator), name, None):  # torch 2.11 has two of them
+                    setattr(type(propagator), name, self._dropping(register))
+            self._on_other_meshes.install(propagator)
+
+    def end_test(self) -> None:
+        """Drop the results if the test has made groups, if two have the same ranks, and now and then."""
+        self._num_tests += 1
+        members = [ranks for _, ranks in group_members()]
+        if self._is_outdated or len(set(members)) < len(members) or self._num_tests % DROP_EVERY == 0:
+            self._drop()
+        self._is_outdated = False
+
+    def _dropping(self, register: Callable[..., None]) -> Callable[..., None]:
+        def drop_and_register(*args: Any, **options: Any) -> None:
+            self._is_outdated = True
+            self._drop()
+            register(*args, **options)
+
+        return drop_and_register
+
+    def _drop(self) -> None:
+        if tensor := sys.modules.get("torch.distributed.tensor"):
+            # As torch.distributed.tensor.debug does, whose import takes 2 s. torch 2.12 has the first alone.
+            with contextlib.suppress(AttributeError):
+                tensor.DTensor._op_dispatcher.sharding_propagator.propagate_op_sharding.cache_clear()
+            getattr(torch._C, "_clear_DTensor_sharding_propagator_cache", lambda: None)()
+        for module, names in _HOLDING_MESHES.items():
+            found: Any = sys.modules.get(f"torch.distributed.tensor.{module}")
+            for name in names:
+                with contextlib.suppress(AttributeError):  # of another version, or not imported
+                    operator.attrgetter(name)(found)()
+
+
+class ResultsOnOtherMeshes:
+    """How operators of torch's own are sharded, kept for meshes over other groups of the same ranks.
+
+    Each test makes a mesh, and finding the same again for it is most of what small tests with DTensors take:
+    1 to 3 ms an operator. What is kept refers to no mesh: a result is made anew with that of the arguments.
+    """
+
+    def __init__(self) -> None:
+        # The rules are kept, so that no other has the same id.
+        self._recipes: dict[Hashable, tuple[_Recipe, Sequence[object]]] = {}
+        self._meshes: weakref.WeakKeyDictionary[Any, Hashable] = weakref.WeakKeyDictionary()
+
+    def install(self, propagator: Any) -> None:
+        """Look up results here before a propagator finds them.
+
+        If it moves: what `ShardingPropagator` calls for what is not in its cache.
+        """
+        find = getattr(type(propagator), "propagate_op_sharding_non_cached", None)
+        if find is None:
+            return
+        is_traced = dist._functional_collectives._are_we_tracing
+
+        @functools.wraps(find)
+        def recall(propagator: Any, op_schema: Any) -> Any:
+            op = op_schema.op
+            if is_traced() or op.namespace != "aten":
+                return find(propagator, op_schema)
+            rules = [getattr(propagator, name, {}).get(op) for name in _RULES_BY_OPERATOR]
+            meshes: list[Any] = []
+            try:
+                arguments = _key(op_schema.args_schema, meshes), _key(op_schema.kwargs_schema, meshes)
+                key = op, *map(id, rules), torch.get_default_dtype(), self._key_of(meshes), arguments
+                recipe, _ = self._recipes.get(key, (None, ()))
+            except _UNKNOWN:
+                return find(propagator, op_schema)
+            if recipe is not None:
+                return recipe(meshes[0])
+            found = find(propagator, op_schema)
+            with contextlib.suppress(*_UNKNOWN):
+                recipe = _recipe(found, meshes[0])
+                if recipe(meshes[0]) == found:
+                    if len(self._recipes) == MAX_KEPT:
+                        self._recipes.clear()
+                    self._recipes[key] = recipe, rules
+            return found
+
+        setattr(type(propagator), find.__name__, recall)
+        # Its cache has the method of before.
+        cached = propagator.propagate_op_sharding
+        propagator.propagate_op_sharding = type(cached)(propagator.propagate_op_sharding_non_cached)
+
+    def _key_of(self, meshes: Sequence[Any]) -> Hashable:
+        """Return what meshes of other groups of the same ranks have in common; there must be one mesh."""
+        if not meshes or any(mesh is not meshes[0] for mesh in meshes):
+            raise _NotPlain
+        mesh = meshes[0]
+        if mesh not in self._meshes:
+            place = mesh.get_coordinate()
+            ranks, shape = tuple(mesh.mesh.flatten().tolist()), tuple(mesh.shape)
+            known = mesh.device_type, mesh.mesh_dim_names, shape, ranks
+            self._meshes[mesh] = *known, place if place is None else _key(tuple(place), [])
+        return self._meshes[mesh]
+
+
+class _NotPlain(Exception):
+    """There is a value for which nothing is kept."""
+
+
+_UNKNOWN = (_NotPlain, AttributeError, TypeError)  # the last two of another version of torch, or unhashable
+
+
+def _key(value: Any, meshes: list[Any]) -> Hashable:
+    """Return what decides of an argument, besides the mesh, which is added to `meshes`."""
+    if isinstance(value, _PLAIN):
+        return type(value), value
+    if isinstance(value, list | tuple):
+        return type(value), *(_key(each, meshes) for each in value)
+    if isinstance(value, dict):
+        return tuple((name, _key(each, meshes)) for name, each in value.items())
+    if isinstance(value, _placement()):
+        if not type(value).__module__.startswith("torch.") or hasattr(value, "mask_buffer"):
+            raise _NotPlain  # the one of torch that has a state: it keeps a mask from operator to operator
+        return type(value), value
+    state = _state(value)
+    meshes.append(value.mesh)
+    return tuple((name, _key(each, meshes)) for name, each in state.items())
+
+
+def _placement() -> type:
+    return sys.modules["torch.distributed.tensor.placement_types"].Placement  # type: ignore[no-any-return]
+
+
+def _state(value: Any) -> dict[str, Any]:
+    """Return what the description of a DTensor has besides its mesh."""
+    if type(value).__name__ != "DTensorSpec":
+        raise _NotPlain
+    return {name: each for name, each in vars(value).items() if name not in ("mesh", "_hash")}
+
+
+_Recipe = Callable[[Any], Any]
+
+
+def _recipe(value: Any, mesh: Any) -> _Recipe:
+    """Return what makes an equal value on another mesh, and refers to none."""
+    if isinstance(value, _PLAIN):
+        return lambda _: value
+    kind = type(value)
+    if kind in (list, tuple, torch.Size):
+        parts = [_recipe(each, mesh) for each in value]
+        return lambda other: kind([part(other) for part in parts])
+    if kind is dict:
+        items = {name: _recipe(each, mesh) for name, each in value.items()}
+        return lambda other: {name: part(other) for name, part in items.items()}
+    if kind.__name__ == "OpSchema":
+        given = [_recipe(each, mesh) for each in (value.args_schema, value.kwargs_schema)]
+        op, info = value.op, value.schema_info
+        return lambda other: kind(op, *(part(other) for part in given), info)
+    if kind.__name__ == "OutputSharding":
+        fields = {field.name: _recipe(getattr(value, field.name), mesh) for field in dataclasses.fields(kind)}
+        return lambda other: kind(**{name: part(other) for name, part in fields.items()})
+    state = _state(value)
+    _key(value.placements, [])
+    if value.mesh is not mesh:
+        raise _NotPlain
+
+    def spec_on(other: Any) -> Any:
+        spec = object.__new__(kind)
+        vars(spec).update(state, mesh=other, _hash=None)
+        return spec
+
+    return spec_on
