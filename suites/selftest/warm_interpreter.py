@@ -54,10 +54,12 @@ MARK = "LOCKSTEP_TEST_MARK"
 NO_MARK = "0" * 32
 LARGEST_REQUEST = 2**20
 PR_SET_CHILD_SUBREAPER, PR_GET_CHILD_SUBREAPER = 36, 37  # <linux/prctl.h>
+WORKER = "import sys;exec(eval(sys.stdin.readline()))"
+"""How the program of a worker of pytest-xdist begins."""
 PROGRAMS = (
     "from multiprocessing.forkserver import main; ",
     "from multiprocessing.spawn import spawn_main; ",
-    "import sys;exec(eval(sys.stdin.readline()))",
+    WORKER,
 )
 """How the programs begin that `multiprocessing` and pytest-xdist start, and that are forks here."""
 OF_SESSIONS = (
@@ -339,6 +341,8 @@ def _become_program(
     os.environ.update(environ)
     sys.argv = ["-c", *words[1:]]
     sys.modules.pop(REPEATED, None)
+    if words[0].startswith(WORKER):
+        offer_interpreters()  # a session of pytest, too, whose ranks have a server
     main = sys.modules["__main__"] = types.ModuleType("__main__")
     _end_with(lambda: exec(words[0], vars(main)))
 
