@@ -70,9 +70,10 @@ def clean_environment(request: pytest.FixtureRequest) -> Iterator[None]:
 
 @contextlib.contextmanager
 def make_project(request: pytest.FixtureRequest) -> Iterator[Project]:
+    """Make a project, whose sessions are new interpreters for a module that is FRESH."""
     # Not under `tmp_path`, which is deep under pytest-xdist: files are looked for where they usually are.
     with tempfile.TemporaryDirectory(prefix="lockstep-", ignore_cleanup_errors=True) as path:
-        project = Project(Path(path), fresh=request.path.parent.name == "launch")
+        project = Project(Path(path), fresh=hasattr(request.module, "FRESH"))
         yield project
         project.kill()
 

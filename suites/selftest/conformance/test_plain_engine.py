@@ -52,13 +52,13 @@ MEAN = f"core/test_reduction.py::test_gradients_are_the_mean_over_ranks[{TWO}]"
 SMALL = f"core/test_reduction.py::test_small_parameters_in_a_group_have_their_gradients[{TWO}]"
 TWICE = "core/test_accumulation.py::test_two_backwards_over_one_graph_give_exactly_twice[FULL_SHARD-orig]"
 NORM = f"core/test_clipping.py::test_norm_and_clipped_gradients_equal_the_unsharded_ones[{TWO}]"
-FRESH = f"core/test_evaluation.py::test_an_evaluation_has_the_weights_of_the_last_step[{TWO}]"
+LATEST = f"core/test_evaluation.py::test_an_evaluation_has_the_weights_of_the_last_step[{TWO}]"
 WIRE = (
     "mixed_precision/test_numerics.py::"
     "test_reduce_dtype_holds_for_every_bit_of_every_gradient[FULL_SHARD-orig-fp16-2-ranks]"
 )
 SCALER = "grad_scaler/test_agreement.py::test_a_bad_gradient_in_any_one_shard_stops_all_ranks[inf-2-ranks]"
-CLAIMS = [MEAN, SMALL, TWICE, NORM, FRESH, WIRE, SCALER]
+CLAIMS = [MEAN, SMALL, TWICE, NORM, LATEST, WIRE, SCALER]
 
 FIRST = {
     "Zero3": None,
@@ -67,7 +67,7 @@ FIRST = {
     "TakesTheNeighboursSlice": MEAN,  # in the same
     "ForgetsTheFirstBackward": TWICE,
     "ClipsByItsOwnNorm": NORM,
-    "StaleInEval": FRESH,
+    "StaleInEval": LATEST,
     "ReducesInParamDtype": WIRE,
     "SkipsAlone": SCALER,
 }

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 
 def lack(project: Project, what: str) -> dict[str, str]:
     """Return the environment of a machine that lacks something."""
+    project.fresh = True  # it is an interpreter's start that makes it so
     folder = project.path / "site"
     copy_project("lacking", project.path)
     path = [str(folder), *os.environ.get("PYTHONPATH", "").split(os.pathsep)]

@@ -17,6 +17,8 @@ from suites.selftest.project import HEADER
 if TYPE_CHECKING:
     from suites.selftest.project import Project
 
+FRESH = True
+"""Many of these are of what a session imports and starts."""
 CHANGING = (
     *("-o", "console_output_style=classic", "--fresh-worlds", "--world-seed=7", "--world-timeout=0.01"),
     *("-c", "pytest.ini", "--mine=a b", "-vk", "test_a", "--flag", "--tb=short", "--several", "x", "y"),
