@@ -57,7 +57,7 @@ def test_marks_and_arguments_of_fixtures(supervisor: Supervisor, cases: list[ses
     check(supervisor, sessions.attempt_of(cases))
 
 
-@draws(100)
+@draws(40)
 @given(sessions.configured)
 def test_options(supervisor: Supervisor, attempt: Attempt) -> None:
     check(supervisor, attempt)
@@ -69,7 +69,7 @@ def test_options_of_tests_on_ranks(supervisor: Supervisor, attempt: Attempt) -> 
     check(supervisor, attempt)
 
 
-@draws(120)
+@draws(60)
 @given(stored.commands)
 def test_commands_and_the_files_that_they_read(supervisor: Supervisor, attempt: Attempt) -> None:
     check(supervisor, attempt)
