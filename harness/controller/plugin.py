@@ -47,9 +47,12 @@ RANK = "lockstep.rank:RankSession"
 RANK_IMPORTS = tuple(f"lockstep.{name}" for name in ("plugin", "subtests", "recorders"))
 _IMPORTED = re.compile(rb"^(?:from|import) +((?:torch|lockstep)\b[\w.]*)", re.MULTILINE)
 """Modules that a file imports, and the server, too; no plugins of pytest, whose asserts ranks rewrite."""
-_COMPILER = "torch._dynamo"
-_NEEDS_COMPILER = re.compile(rb"\b(?:optim|assert_parity|DistributedDataParallel|torch\.compile)\b")
-"""Words of tests that import torch's compiler as they run: optimizers and DDP do, for 1.3 s in each rank."""
+_IMPORTING = {
+    "torch._dynamo.repro.after_dynamo": re.compile(rb"\btorch\.compile\b|(?<!\bre)\.compile\("),
+    "torch._dynamo": re.compile(rb"\b(?:optim|assert_parity|DistributedDataParallel)\b"),
+}
+"""Modules of torch's compiler that tests import as they run, a second in each rank, by words of such tests:
+those that compile, and those with optimizers and DDP."""
 _COLLECTING = 10_000
 """Objects that are made between two garbage collections while tests with ranks are collected."""
 
@@ -102,8 +105,9 @@ class Controller:
             return
         mentioned = self._config.hook.pytest_ranks_mentioned
         if self._launcher is not None:
-            if b"ranks" in text and _NEEDS_COMPILER.search(text):
-                self._launcher.expect(_COMPILER)
+            if b"ranks" in text:
+                for module in _imported_in_tests(text):
+                    self._launcher.expect(module)
         elif any(mentioned(config=self._config, text=text)) or b"ranks" in text:
             with contextlib.suppress(OSError):  # reported where a test needs a world, if one does
                 self._launch(text).prestart()
@@ -113,7 +117,7 @@ class Controller:
         if self._launcher is None:
             preload: list[str] = list(self._config.getini("ranks_preload"))
             hints = [name.decode() for name in _IMPORTED.findall(text)]
-            hints += [_COMPILER] if _NEEDS_COMPILER.search(text) else []
+            hints += _imported_in_tests(text)
             self._config.hook.pytest_ranks_imports(config=self._config, preload=preload, hints=hints)
             method = str(self._config.getini("ranks_start_method"))
             # Of the backends that the options or the file name; a rank imports others by itself.
@@ -364,3 +368,8 @@ class Controller:
 def _has_its_name(item: pytest.Function) -> bool:
     """Return whether its module or class has a function of its name: a plugin may name it otherwise."""
     return hasattr(getattr(item.parent, "obj", None), item.originalname)
+
+
+def _imported_in_tests(text: bytes) -> list[str]:
+    """Return what of torch's compiler the tests of a file import as they run."""
+    return [module for module, words in _IMPORTING.items() if words.search(text)]

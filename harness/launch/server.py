@@ -38,7 +38,7 @@ EVERY_RANK_IMPORTS = (
 """Modules, besides those of the rank's program, that every rank, or nearly every one, would import itself."""
 SLOW_IMPORTS = (
     *("torch.distributed.tensor", "torch.distributed.fsdp", "torch.distributed.pipelining"),
-    "torch._dynamo",
+    *("torch._dynamo", "torch._dynamo.repro.after_dynamo"),
 )
 """Modules of torch that take long to import. A controller that has imported some as it starts ranks, or whose
 tests will, names them in `MORE_IMPORTS` and sends the signal `IMPORT_MORE`: the ranks need them, too."""

@@ -80,20 +80,27 @@ def test_what_takes_long_is_imported_once_for_all_if_at_all(
     assert (project.path / "have.txt").read_text().split() == list(map(str, have))
 
 
+COMPILES = "def test_c(world):\n    torch.compile(torch.nn.Linear(2, 2), backend='eager')(torch.ones(2))\n"
 TRAINS = "def test_b(world):\n    torch.optim.SGD([torch.nn.Parameter(torch.ones(2))], lr=0.1).step()\n"
 
 
 @pytest.mark.parametrize(
-    ("first", "second", "have"),
-    [(WORLD, WORLD, False), (TRAINS, WORLD, True), (WORLD, TRAINS, True)],
-    ids=["nowhere", "first", "second"],
+    ("first", "second", "module", "have"),
+    [
+        (WORLD, WORLD, "torch._dynamo", False),
+        (TRAINS, WORLD, "torch._dynamo", True),
+        (WORLD, TRAINS, "torch._dynamo", True),
+        (TRAINS, TRAINS, "torch._dynamo.repro", False),
+        (WORLD, COMPILES, "torch._dynamo.repro.after_dynamo", True),
+    ],
+    ids=["nowhere", "first", "second", "optimizers-alone", "compiled"],
 )
-def test_what_optimizers_import_is_imported_once_for_all(
-    project: Project, first: str, second: str, have: bool
+def test_what_optimizers_and_compilers_import_is_imported_once_for_all(
+    project: Project, first: str, second: str, module: str, have: bool
 ) -> None:
     project.write(f"import torch\n{first}")
     (project.path / "test_second.py").write_text(f"{HEADER}import torch\n{second}")
-    (project.path / "conftest.py").write_text(HAVE.replace("torch.distributed.tensor", "torch._dynamo"))
+    (project.path / "conftest.py").write_text(HAVE.replace("torch.distributed.tensor", module))
     assert "2 passed" in project.run()
     assert (project.path / "have.txt").read_text().split() == ["False", str(have), str(have)]
 

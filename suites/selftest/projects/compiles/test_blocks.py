@@ -35,7 +35,7 @@ class Blocks(nn.Module):
     def __init__(self, block=Block):
         super().__init__()
         self.first = nn.Linear(4, 4)
-        self.blocks = nn.ModuleList([block(5), block(6), block(WIDE), block(8)])
+        self.blocks = nn.ModuleList([block(5), block(WIDE), block(8)])
         self.head = nn.Linear(4, 2)
 
     def forward(self, x):
