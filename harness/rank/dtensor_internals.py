@@ -107,10 +107,10 @@ class DTensorResults:
 
 
 class ResultsOnOtherMeshes:
-    """How operators of torch's own are sharded, kept for meshes over other groups of the same ranks.
+    """Shardings of torch's own operators, kept for meshes over other groups of the same ranks.
 
     Each test makes a mesh, and finding the same again for it is most of what small tests with DTensors take:
-    1 to 3 ms an operator. What is kept refers to no mesh: a result is made anew with that of the arguments.
+    1 to 3 ms an operator. What is kept refers to no mesh: each result is made with that of the arguments.
     """
 
     def __init__(self) -> None:
