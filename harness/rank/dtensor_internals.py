@@ -10,7 +10,6 @@ import dataclasses
 import functools
 import operator
 import sys
-import weakref
 from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
@@ -23,15 +22,15 @@ _c10d: Any = dist.distributed_c10d
 
 DROP_EVERY = 100
 """Tests after which the results of DTensor's operators are dropped in any case."""
-MAX_KEPT = 10_000
-"""Results that are kept for other meshes; the largest have some kilobytes."""
+MAX_KEPT, MAX_TENSORS = 2000, 16
+"""Results that are kept for other meshes, and tensors of each; one of ten tensors has 30 kB."""
 # What makes torch know a group by its name, and forget it. If one moves: where functional collectives look
 # the name up.
 _REGISTRATIONS = ("_register_process_group", "_unregister_process_group", "_unregister_all_process_groups")
 # What makes `ShardingPropagator` know how an operator is sharded. If one moves: what
 # `torch.distributed.tensor.experimental.register_sharding` calls.
 _RULES = ("register_sharding_prop_rule", "register_op_strategy", "register_single_dim_op_strategy")
-# Where it has them by operator. If one moves: what the first of them writes to.
+# Where it has them by operator; torch 2.11 has two. If one moves: what the first of them writes to.
 _RULES_BY_OPERATOR = ("op_to_rules", "op_strategy_funcs", "op_single_dim_strategy_funcs")
 
 # What else of DTensor keeps meshes of tests, and so their groups and the threads of gloo. If one moves: what
@@ -114,9 +113,7 @@ class ResultsOnOtherMeshes:
     """
 
     def __init__(self) -> None:
-        # The rules are kept, so that no other has the same id.
-        self._recipes: dict[Hashable, tuple[_Recipe, Sequence[object]]] = {}
-        self._meshes: weakref.WeakKeyDictionary[Any, Hashable] = weakref.WeakKeyDictionary()
+        self._recipes: dict[Hashable, _Recipe] = {}
 
     def install(self, propagator: Any) -> None:
         """Look up results here before a propagator finds them.
@@ -124,21 +121,21 @@ class ResultsOnOtherMeshes:
         If it moves: what `ShardingPropagator` calls for what is not in its cache.
         """
         find = getattr(type(propagator), "propagate_op_sharding_non_cached", None)
-        if find is None:
+        cached = getattr(propagator, "propagate_op_sharding", None)
+        is_traced = getattr(dist._functional_collectives, "_are_we_tracing", None)
+        if find is None or cached is None or is_traced is None:
             return
-        is_traced = dist._functional_collectives._are_we_tracing
 
         @functools.wraps(find)
         def recall(propagator: Any, op_schema: Any) -> Any:
-            op = op_schema.op
-            if is_traced() or op.namespace != "aten":
+            if is_traced():
                 return find(propagator, op_schema)
-            rules = [getattr(propagator, name, {}).get(op) for name in _RULES_BY_OPERATOR]
             meshes: list[Any] = []
             try:
                 arguments = _key(op_schema.args_schema, meshes), _key(op_schema.kwargs_schema, meshes)
-                key = op, *map(id, rules), torch.get_default_dtype(), self._key_of(meshes), arguments
-                recipe, _ = self._recipes.get(key, (None, ()))
+                rules = rules_of(propagator, op_schema.op)
+                key = op_schema.op, rules, arguments, _key_of(meshes), *_key_of_now()
+                recipe = self._recipes.get(key)
             except _UNKNOWN:
                 return find(propagator, op_schema)
             if recipe is not None:
@@ -146,48 +143,69 @@ class ResultsOnOtherMeshes:
             found = find(propagator, op_schema)
             with contextlib.suppress(*_UNKNOWN):
                 recipe = _recipe(found, meshes[0])
-                if recipe(meshes[0]) == found:
+                if recipe(meshes[0]) == found:  # of another version of torch it might not be
                     if len(self._recipes) == MAX_KEPT:
                         self._recipes.clear()
-                    self._recipes[key] = recipe, rules
+                    self._recipes[key] = recipe
             return found
 
         setattr(type(propagator), find.__name__, recall)
         # Its cache has the method of before.
-        cached = propagator.propagate_op_sharding
         propagator.propagate_op_sharding = type(cached)(propagator.propagate_op_sharding_non_cached)
 
-    def _key_of(self, meshes: Sequence[Any]) -> Hashable:
-        """Return what meshes of other groups of the same ranks have in common; there must be one mesh."""
-        if not meshes or any(mesh is not meshes[0] for mesh in meshes):
-            raise _NotPlain
-        mesh = meshes[0]
-        if mesh not in self._meshes:
-            place = mesh.get_coordinate()
-            ranks, shape = tuple(mesh.mesh.flatten().tolist()), tuple(mesh.shape)
-            known = mesh.device_type, mesh.mesh_dim_names, shape, ranks
-            self._meshes[mesh] = *known, place if place is None else _key(tuple(place), [])
-        return self._meshes[mesh]
+
+def rules_of(propagator: Any, op: Any) -> Hashable:
+    """Return the functions of torch that say how an operator is sharded.
+
+    For those that it decomposes the rules of others decide, and rules of tests may follow what tests change.
+    """
+    rules = [getattr(propagator, name, {}).get(op) for name in _RULES_BY_OPERATOR]
+    functions = [getattr(rule, "func", rule) for rule in rules if rule is not None]
+    are_torchs = [getattr(each, "__module__", "").startswith("torch.") for each in functions]
+    if not all(are_torchs) or not functions or any(isinstance(rule, functools.partial) for rule in rules):
+        raise NotKept
+    return tuple(functions)
 
 
-class _NotPlain(Exception):
+def _key_of(meshes: Sequence[Any]) -> Hashable:
+    """Return what meshes of other groups of the same ranks have in common; all must be one mesh.
+
+    If it moves: what `DeviceMesh.__eq__` compares. `mesh.mesh` would run operators.
+    """
+    if not 0 < len(meshes) <= MAX_TENSORS or any(mesh is not meshes[0] for mesh in meshes):
+        raise NotKept
+    mesh, place = meshes[0], meshes[0].get_coordinate()
+    ranks = mesh._layout, mesh._flatten_rank_map
+    return mesh.device_type, mesh.mesh_dim_names, ranks, place if place is None else _key(tuple(place), [])
+
+
+def _key_of_now() -> tuple[Hashable, ...]:
+    """Return what decides besides arguments.
+
+    If it moves: what `use_min_cost_redistribution_plan` sets.
+    """
+    planned = sys.modules["torch.distributed.tensor._redistribute"]._FORCE_MIN_COST_REDISTRIBUTION_PLAN
+    return torch.get_default_dtype(), planned
+
+
+class NotKept(Exception):
     """There is a value for which nothing is kept."""
 
 
-_UNKNOWN = (_NotPlain, AttributeError, TypeError)  # the last two of another version of torch, or unhashable
+_UNKNOWN = (NotKept, AttributeError, TypeError)  # the last two of another version of torch, or unhashable
 
 
 def _key(value: Any, meshes: list[Any]) -> Hashable:
     """Return what decides of an argument, besides the mesh, which is added to `meshes`."""
     if isinstance(value, _PLAIN):
-        return type(value), value
+        return type(value), value.hex() if isinstance(value, float) else value  # 0.0 equals -0.0
     if isinstance(value, list | tuple):
         return type(value), *(_key(each, meshes) for each in value)
     if isinstance(value, dict):
         return tuple((name, _key(each, meshes)) for name, each in value.items())
     if isinstance(value, _placement()):
         if not type(value).__module__.startswith("torch.") or hasattr(value, "mask_buffer"):
-            raise _NotPlain  # the one of torch that has a state: it keeps a mask from operator to operator
+            raise NotKept  # the one of torch that has a state: it keeps a mask from operator to operator
         return type(value), value
     state = _state(value)
     meshes.append(value.mesh)
@@ -201,7 +219,7 @@ def _placement() -> type:
 def _state(value: Any) -> dict[str, Any]:
     """Return what the description of a DTensor has besides its mesh."""
     if type(value).__name__ != "DTensorSpec":
-        raise _NotPlain
+        raise NotKept
     return {name: each for name, each in vars(value).items() if name not in ("mesh", "_hash")}
 
 
@@ -229,7 +247,7 @@ def _recipe(value: Any, mesh: Any) -> _Recipe:
     state = _state(value)
     _key(value.placements, [])
     if value.mesh is not mesh:
-        raise _NotPlain
+        raise NotKept
 
     def spec_on(other: Any) -> Any:
         spec = object.__new__(kind)

@@ -73,7 +73,7 @@ def make_project(request: pytest.FixtureRequest) -> Iterator[Project]:
     """Make a project, whose sessions are new interpreters for a module that is FRESH."""
     # Not under `tmp_path`, which is deep under pytest-xdist: files are looked for where they usually are.
     with tempfile.TemporaryDirectory(prefix="lockstep-", ignore_cleanup_errors=True) as path:
-        project = Project(Path(path), fresh=hasattr(request.module, "FRESH"))
+        project = Project(Path(path), fresh=getattr(request.module, "FRESH", False))
         yield project
         project.kill()
 
@@ -96,7 +96,7 @@ def pytester(
     request: pytest.FixtureRequest, pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch
 ) -> pytest.Pytester:
     """Pytester, which runs pytest in forks of a warm interpreter, except for a module that is FRESH."""
-    if hasattr(request.module, "FRESH"):
+    if getattr(request.module, "FRESH", False):
         return pytester
 
     def run(*command: object, timeout: float) -> pytest.RunResult:
@@ -144,7 +144,7 @@ def session(
     plugins = getattr(request.module, "PLUGINS", ())
     path = tmp_path_factory.mktemp("faults")
     backend = getattr(request, "param", "gloo")
-    fresh = hasattr(request.module, "FRESH")
+    fresh = getattr(request.module, "FRESH", False)
     session = run_faults(request.module.FAULTS, path, *plugins, backend=backend, fresh=fresh)
     yield session
     session.assert_healthy()
