@@ -141,9 +141,13 @@ def test_threads_share_a_group(world, sweep, folder):
     """KempnerForge#104: the thread that saves uses the group of the one that trains."""
 
     def save():
+        sent = threading.Event()
+
         def write():
             saved = torch.tensor([10.0])
-            dist.all_reduce(saved)
+            work = dist.all_reduce(saved, async_op=True)
+            sent.set()
+            work.wait()
             (folder / f"saved-{world.rank}").write_text(str(saved.item()))
 
         thread = threading.Thread(target=write)
@@ -151,6 +155,7 @@ def test_threads_share_a_group(world, sweep, folder):
         work = dist.all_reduce(trained, async_op=True)
         thread.start()
         work.wait()
+        sent.wait(0.08)  # the order of the undisturbed run; another thread waits longer for this one
         dist.all_reduce(trained)
         thread.join()
         (folder / f"trained-{world.rank}").write_text(str(trained.item()))
