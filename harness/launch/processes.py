@@ -40,6 +40,9 @@ from lockstep.place import Moved
 from lockstep.process_tree import children_of, end, with_descendants
 from lockstep.specification import RankSpec, WorldKey
 
+DYING = 2.0
+"""Seconds in which a server that has closed its socket ends."""
+
 
 class ChildProcess:
     """A process that the server forked: the part of `multiprocessing.Process` that a world uses.
@@ -348,6 +351,7 @@ class ProcessLauncher:
         try:
             process.start()
         except EOFError:
+            self._await_end_of_server()
             raise LaunchError(
                 f"the server that ranks are forked from died while starting rank {spec.rank}: "
                 f"{server.last_words(self.directory) or 'it wrote no output'}"
@@ -360,6 +364,12 @@ class ProcessLauncher:
         pid = server_pid()
         child = ChildProcess(process, lambda: server_pid() == pid and not _has_ended(pid))
         return RankProcess(child, ours)
+
+    def _await_end_of_server(self) -> None:
+        """Wait for a server that dies, so that the next ranks get another one."""
+        until = time.monotonic() + DYING
+        while not _has_ended(server_pid()) and time.monotonic() < until:
+            time.sleep(0.002)
 
     def _await_server(self, deadline: float) -> None:
         """Wait until the server has imported everything; then read, once, how that went."""

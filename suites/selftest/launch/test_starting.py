@@ -5,6 +5,7 @@ from __future__ import annotations
 import getpass
 import re
 from pathlib import Path
+from types import SimpleNamespace
 from typing import TYPE_CHECKING
 
 import pytest
@@ -161,6 +162,23 @@ def test_a_server_that_dies_in_an_import_is_reported_at_once(project: Project) -
     (project.path / "torch.py").touch()  # instead of the real one, which takes long
     project.write("def test_a(world): pass", "ranks_preload = deadly\npythonpath = .")
     assert "died while importing torch, deadly" in project.run()
+
+
+def test_a_server_that_dies_has_ended_before_the_next_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Until then it would refuse the connection of the next ranks, as one that lives."""
+    looks = iter([False, False, True])
+    monkeypatch.setattr(processes, "_has_ended", lambda _: next(looks))
+    launcher = ProcessLauncher("forkserver", RankProgram("lockstep.rank:RankSession"))
+
+    def start() -> None:
+        raise EOFError
+
+    process = SimpleNamespace(start=start)
+    context = SimpleNamespace(Pipe=lambda: (None, None), Process=lambda **_: process)
+    monkeypatch.setattr(launcher, "_context", context)
+    with pytest.raises(LaunchError, match="died while starting rank 0: it wrote no output"):
+        launcher._start_one(SimpleNamespace(rank=0), None)  # type: ignore[arg-type]
+    assert [*looks] == []
 
 
 @pytest.mark.parametrize(
