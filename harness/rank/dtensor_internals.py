@@ -150,7 +150,7 @@ class ResultsOnOtherMeshes:
             return found
 
         setattr(type(propagator), find.__name__, recall)
-        # Its cache has the method of before.
+        # The cache of the propagator holds the method that this replaces.
         propagator.propagate_op_sharding = type(cached)(propagator.propagate_op_sharding_non_cached)
 
 
