@@ -196,6 +196,17 @@ def pytest_ranks_died(run: ItemRun, rank: int, death: Died) -> str | None:
     """
 
 
+@pytest.hookspec
+def pytest_ranks_waits(run: ItemRun, statuses: Mapping[int, RankStatus]) -> Mapping[int, str] | None:
+    """Return ranks that wait for what no rank has begun, with words for it. Called in the controller.
+
+    The words follow "waits": "to receive float32 [3] from rank 1 (recv at test_a.py:7)", say.
+
+    Args:
+        statuses: of ranks that make no progress, or of all at the end of an item.
+    """
+
+
 @pytest.hookspec(firstresult=True)
 def pytest_ranks_standstill(run: ItemRun, found: Diagnosis, pending: set[int]) -> set[int] | None:
     """Return ranks to end, so that others can go on; an empty set to wait. Called in the controller.

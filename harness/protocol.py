@@ -243,6 +243,8 @@ class RankStatus:
     """The calls of this test, where the whole status was asked for."""
     blocked: float = 0.0
     """Seconds for which its main thread is known to have been blocked, without a break."""
+    parts: dict[str, Any] = field(default_factory=dict)
+    """What features add to it, by the name of each."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,6 +10,7 @@ import os
 import threading
 import time
 import traceback
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -72,6 +73,7 @@ class StatusReader:
         self._keeps_stacks = False
         self._hidden: tuple[str, ...] = ()
         self._calls: dict[str, str] = {}
+        self._parts: dict[str, Callable[[], object]] = {}
         self._of_pytest: tuple[str, ...] = (pytest_internals.FOLDER, str(pluggy.__path__[0]))
 
     def hide_frames(self, *folders: str) -> None:
@@ -85,6 +87,10 @@ class StatusReader:
     def name_call(self, function: str, call: str) -> None:
         """Describe a rank with a thread in a function of this name as in `call`, from now on."""
         self._calls[function] = call
+
+    def add_part(self, feature: str, read: Callable[[], object]) -> None:
+        """Give each status the part that `read` returns, on the thread that answers, if it is not false."""
+        self._parts[feature] = read
 
     def answer(self, probe: Probe) -> RankStatus | Progress:
         """Return the status, or only that the main thread has run since the last time if that is so."""
@@ -107,7 +113,9 @@ class StatusReader:
         if activity.meeting is not None:
             issued = (activity.meeting, *issued)
         call = activity.meets_in if activity.state == "votes" else ""
-        return RankStatus("", "", call, issued, before, activity.state, activity.case, activity.count)
+        parts = {feature: part for feature, read in self._parts.items() if (part := read())}
+        at = activity.state, activity.case, activity.count
+        return RankStatus("", "", call, issued, before, *at, parts=parts)
 
     def _waits_in_meeting(self) -> Issued | None:
         """Return the call of `init_process_group` that the main thread is in, which polls a store there.

@@ -9,6 +9,7 @@ import math
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
+from types import MappingProxyType
 
 from lockstep.flight_entries import DEFAULT_GROUP
 from lockstep.protocol import MEETING, TRIAL, Issued, RankStatus
@@ -20,16 +21,13 @@ _EQUAL_SIZES = frozenset(
     | {"all_gather_single", "reduce_scatter_single"}
 )
 _ROOTED = frozenset({"broadcast", "reduce", "gather", "scatter"})
-_EXCHANGES = frozenset({"send", "recv"})
 _EQUAL_DTYPES = _EQUAL_SIZES | {"all_to_all", "alltoall", "alltoall_base"}
 
 _MOST_RUNS = 6
 _MOST_PARTS = 4
 """Number of ranks that a sentence lists one by one, of hundreds perhaps."""
 
-_SENT_WITHIN = 4.0
-"""Seconds: a receive that has been blocked for longer waits for no message that is on its way."""
-_PATIENT = 600.0
+PATIENT = 600.0
 """Seconds: the shortest of torch's own timeouts. A test that sets a shorter one may be waiting for it."""
 
 
@@ -46,7 +44,12 @@ class Diagnosis:
     """The collective that ranks called differently, as one of them did; its number is that in the test."""
 
 
-def diagnose(statuses: Mapping[int, RankStatus], size: int, deadline: float = math.inf) -> Diagnosis | None:
+def diagnose(
+    statuses: Mapping[int, RankStatus],
+    size: int,
+    deadline: float = math.inf,
+    waits: Mapping[int, str] | None = None,
+) -> Diagnosis | None:
     """Return what is wrong between the ranks, None if nothing is found.
 
     Args:
@@ -54,9 +57,10 @@ def diagnose(statuses: Mapping[int, RankStatus], size: int, deadline: float = ma
             must be missing, or the answer may be wrong.
         size: how many ranks the world has.
         deadline: seconds that the test has: no collective with a longer timeout will end by itself.
+        waits: ranks that wait for something else than a collective, which no rank has begun, in words.
     """
-    ranks = _Ranks(_renumber(statuses), size)
-    return ranks.mismatch() or ranks.standstill(min(deadline, _PATIENT))
+    ranks = _Ranks(_renumber(statuses), size, waits or {})
+    return ranks.mismatch() or ranks.standstill(min(deadline, PATIENT))
 
 
 def find_mismatch(
@@ -104,8 +108,11 @@ def place_of(status: RankStatus) -> str:
 class _Ranks:
     """The statuses of all ranks of a world, compared."""
 
-    def __init__(self, statuses: Mapping[int, RankStatus], size: int) -> None:
+    def __init__(
+        self, statuses: Mapping[int, RankStatus], size: int, waits: Mapping[int, str] = MappingProxyType({})
+    ) -> None:
         self._statuses = statuses
+        self._waits = waits
         self._size = size
         self._issued: dict[int, dict[tuple[str, int], Issued]] = {
             rank: {(issued.group, issued.number): issued for issued in each.issued}
@@ -156,32 +163,28 @@ class _Ranks:
                 waiting[rank] = in_vain[0]  # the oldest
         stopped = [rank for rank, each in self._statuses.items() if each.state == "stopped"]
         if not waiting and not stopped:
-            return self._lonely_exchange() or self._unknown_root() or self._late_for_a_vote()
+            return self._all_in_vain() or self._unknown_root() or self._late_for_a_vote()
         missing = {rank: self._missing(issued) for rank, issued in waiting.items()}
         culprits = {rank for ranks in missing.values() for rank in ranks if rank not in waiting}
-        stuck = {*waiting, *stopped, *self._in_state("votes"), *self._in_state("idle"), *self._in_exchanges()}
+        stuck = {*waiting, *stopped, *self._in_state("votes"), *self._in_state("idle"), *self._waits}
         sentence = self._describe_waiting(waiting, missing) if waiting else f"{named(stopped)} is stopped"
         ends_by_itself = any(issued.timeout < patience for issued in waiting.values())
         is_hopeless = len(stuck) == self._size and not ends_by_itself
         return Diagnosis(sentence, frozenset(culprits or stopped), is_hopeless)
 
-    def _in_exchanges(self) -> list[int]:
-        """Return the ranks that have waited to receive or to send for longer than a message takes.
-
-        What they wait for may have been begun by a rank that waits in a collective now.
-        """
-        ranks = self._statuses.items()
-        return [rank for rank, each in ranks if each.call in _EXCHANGES and each.blocked > _SENT_WITHIN]
-
-    def _lonely_exchange(self) -> Diagnosis | None:
-        """Find ranks that wait to receive or to send when all others have ended the test."""
-        waiting = [rank for rank, each in self._statuses.items() if each.call in _EXCHANGES]
-        ended = self._in_state("idle")
-        if not waiting or not ended or len(waiting) + len(ended) < self._size:
+    def _all_in_vain(self) -> Diagnosis | None:
+        """Find ranks that wait for what no rank has begun when no other rank can begin it."""
+        ended, voters = self._in_state("idle"), self._in_state("votes")
+        if not self._waits or len({*self._waits, *ended, *voters}) < self._size:
             return None
-        parts = _few([f"rank {rank} waits in {place_of(self._statuses[rank])}" for rank in waiting], "ranks")
-        verb = "has" if len(ended) == 1 else "have"
-        return Diagnosis(f"{parts}, and {named(ended)} {verb} ended the test", frozenset(ended), True)
+        said = _few([f"rank {rank} waits {text}" for rank, text in sorted(self._waits.items())], "ranks")
+        if not ended and not voters:
+            return Diagnosis(f"deadlock: {said}", frozenset(), is_hopeless=True)
+        others = [f"{named(ended)} {'has' if len(ended) == 1 else 'have'} ended the test"] if ended else []
+        others += [f"rank {rank} is in {place_of(self._statuses[rank])}" for rank in voters]
+        return Diagnosis(
+            f"{said}, and {_few(others, 'ranks')}", frozenset({*ended, *voters}), is_hopeless=True
+        )
 
     def _unknown_root(self) -> Diagnosis | None:
         """Suspect different roots, which are not recorded, where all ranks are in the same collective."""
@@ -248,6 +251,8 @@ class _Ranks:
                 return f"rank {rank} did not reach: it is stopped"
             case "silent":
                 return f"rank {rank} did not reach: it is not responding, at {status.where}"
+            case "runs" if rank in self._waits:
+                return f"rank {rank} never reached: it waits {self._waits[rank]}"
             case "runs" | "reports":
                 call = f"in {status.call} " if status.call else ""
                 return f"rank {rank} never reached: it is {call}at {status.where}"

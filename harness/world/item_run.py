@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any, assert_never
 
@@ -250,7 +250,7 @@ class ItemRun:
                 del answers[rank]  # it has not begun this item: it would have sent the end of it before
         found = None
         if pending & answers.keys() and not self.has_lost():
-            found = diagnose(answers, self._size(), self.clock.timeout)
+            found = self._diagnose(answers, self.clock.timeout)
         if self._standstill.confirm(found) and found is not None:
             lost = self._hook.pytest_ranks_standstill(run=self, found=found, pending=pending)
             for rank in lost or ():
@@ -261,6 +261,12 @@ class ItemRun:
                 # The answers to the next probe may come before a rank has noticed.
                 self._standstill.forget_suspicion()
         self._probes.send(names_place)
+
+    def _diagnose(self, statuses: Mapping[int, RankStatus], deadline: float = math.inf) -> Diagnosis | None:
+        waits: dict[int, str] = {}
+        for found in self._hook.pytest_ranks_waits(run=self, statuses=statuses):
+            waits |= found
+        return diagnose(statuses, self._size(), deadline, waits)
 
     def has_lost(self) -> bool:
         """Whether a rank has died, with an excuse, and the others are still in its world, and differ."""
@@ -329,5 +335,5 @@ class ItemRun:
         stuck = [outcome for outcome in self.outcomes if isinstance(outcome.fate, Stuck)]
         if stuck and not any(outcome.has_failed() for outcome in self.outcomes):
             statuses |= self.request_statuses({handle.rank for handle in self._handles} - statuses.keys())
-            return diagnose(statuses, self._size())
+            return self._diagnose(statuses)
         return find_mismatch(statuses, self._size(), include_ended=not stuck)

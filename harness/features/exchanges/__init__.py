@@ -1,1 +1,1 @@
-"""Calls in flight: a test fails that leaves a send, a receive or a collective without its counterpart."""
+"""Sends and receives without their counterpart: ranks that wait for one, and what a test leaves in flight."""

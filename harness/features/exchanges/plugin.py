@@ -13,6 +13,7 @@ from lockstep.flight_entries import DEFAULT_GROUP
 from lockstep.hookspecs import RANK_PLUGIN
 
 if TYPE_CHECKING:
+    from lockstep.protocol import RankStatus
     from lockstep.rank.session import RankSession
     from lockstep.world.item_run import ItemRun
     from lockstep.world.outcome import ItemOutcome
@@ -21,6 +22,8 @@ FEATURE = "exchanges"
 
 ANY_RANK = -1
 """Stands for the peer of a receive that takes what any rank sends."""
+UNSEEN_WITHIN = 2.0
+"""Seconds: compiled code is not seen to send, but a rank that is blocked for longer waits for no message."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,6 +44,20 @@ class Exchanged:
     line: str
 
 
+@dataclass(frozen=True, slots=True)
+class Exchanging:
+    """The sends and receives of a rank in a test so far, as part of its status.
+
+    Attributes:
+        awaited: the one whose end its main thread waits for; `begun` is its number among those of its kind.
+        timeout: seconds after which that wait ends by itself.
+    """
+
+    exchanged: tuple[Exchanged, ...]
+    awaited: Exchanged | None
+    timeout: float
+
+
 # In a rank
 
 
@@ -56,6 +73,7 @@ def pytest_configure(config: pytest.Config) -> None:
         exchanges = Exchanges(session.rank.spec.session.cwd, session.rank.group.members, config.pluginmanager)
         exchanges.install()
         config.pluginmanager.register(exchanges)
+        session.rank.status.add_part(FEATURE, exchanges.current)
 
 
 # In the controller
@@ -70,6 +88,32 @@ def pytest_ranks_outcome(run: ItemRun, outcome: ItemOutcome) -> None:
     if exchanged and all(rank.has_passed() for rank in in_world):
         for number, left in find_unpaired(exchanged).items():
             outcome.ranks[number].left_in_flight = left
+
+
+def pytest_ranks_waits(run: ItemRun, statuses: Mapping[int, RankStatus]) -> Mapping[int, str] | None:
+    """Return ranks that wait for a message which no rank has begun to send, or to receive."""
+    found = {rank: part for rank, each in statuses.items() if (part := each.parts.get(FEATURE))}
+    if not any(each.awaited for each in found.values()):
+        return None
+    from lockstep.world.diagnosis import PATIENT
+
+    exchanged = {rank.rank: rank.parts().get(FEATURE, ()) for rank in run.outcomes}
+    exchanged |= {rank: each.exchanged for rank, each in found.items()}
+    patience = min(run.clock.timeout, PATIENT)
+    return {
+        rank: _described(each.awaited)
+        for rank, each in found.items()
+        if each.awaited
+        and statuses[rank].blocked > UNSEEN_WITHIN
+        and each.timeout >= patience
+        and _taken_up(exchanged, rank, each.awaited) < each.awaited.begun
+    }
+
+
+def _described(awaited: Exchanged) -> str:
+    way, preposition = ("send", "to") if awaited.is_send else ("receive", "from")
+    peer = f"{preposition} {_peer_of(awaited)}"
+    return f"to {way} {awaited.tensor} {peer} ({awaited.call} at {awaited.line})"
 
 
 def _find_collectives(run: ItemRun, outcome: ItemOutcome) -> None:
@@ -97,17 +141,24 @@ def find_unpaired(exchanged: Mapping[int, Iterable[Exchanged]]) -> dict[int, str
     left: dict[int, str] = {}
     for rank, channels in exchanged.items():
         for each in channels:
-            taken_up = sum(
-                other.begun
-                for number, others in exchanged.items()
-                for other in others
-                if each.peer in (number, ANY_RANK)
-                and other.peer in (rank, ANY_RANK)
-                and (other.group, other.tag, other.is_send) == (each.group, each.tag, not each.is_send)
-            )
-            if each.waited < each.begun and taken_up < each.begun:
-                peer = "any rank" if each.peer == ANY_RANK else f"rank {each.peer}"
+            if each.waited < each.begun and _taken_up(exchanged, rank, each) < each.begun:
                 way, verb = ("to", "received") if each.is_send else ("from", "sent")
-                what = f"{each.call} {way} {peer} ({each.tensor}) at {each.line} in flight"
+                what = f"{each.call} {way} {_peer_of(each)} ({each.tensor}) at {each.line} in flight"
                 left[rank] = f"{what}: it was not {verb}"
     return left
+
+
+def _taken_up(exchanged: Mapping[int, Iterable[Exchanged]], rank: int, channel: Exchanged) -> int:
+    """Return how many messages of a rank's channel others have begun to take up, or to send."""
+    return sum(
+        other.begun
+        for number, others in exchanged.items()
+        for other in others
+        if channel.peer in (number, ANY_RANK)
+        and other.peer in (rank, ANY_RANK)
+        and (other.group, other.tag, other.is_send) == (channel.group, channel.tag, not channel.is_send)
+    )
+
+
+def _peer_of(channel: Exchanged) -> str:
+    return "any rank" if channel.peer == ANY_RANK else f"rank {channel.peer}"

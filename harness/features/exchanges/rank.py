@@ -7,18 +7,20 @@ has them without the line that called them.
 from __future__ import annotations
 
 import functools
+import math
 import sys
 import threading
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from datetime import timedelta
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 
-from lockstep.features.exchanges.plugin import ANY_RANK, FEATURE, Exchanged
+from lockstep.features.exchanges.plugin import ANY_RANK, FEATURE, Exchanged, Exchanging
 from lockstep.flight_entries import DEFAULT_GROUP
 from lockstep.hookspecs import Ending
 from lockstep.tracebacks import is_installed
@@ -28,6 +30,8 @@ __tracebackhide__ = True  # a send that fails is the user's, and torch's
 
 Channel = tuple[weakref.ref[dist.ProcessGroup], bool, int, int]
 """A group; whether it is sends or receives; the peer's rank in the group; the tag."""
+_Begun = tuple[Channel, Exchanged]
+"""A send or a receive as it was begun, `begun` is its number in the channel."""
 
 
 class Exchanges:
@@ -40,6 +44,9 @@ class Exchanges:
         base: directory that the user's files are named from.
         members: returns the ranks of each group.
         manager: of the rank's session.
+
+    Attributes:
+        has_failed: whether a wait has raised in this test.
     """
 
     def __init__(
@@ -51,9 +58,10 @@ class Exchanges:
         self._base, self._members, self._manager = base, members, manager
         self._exchanged: dict[Channel, Exchanged] = {}
         """The peer of each is its rank in the group."""
-        self._works: weakref.WeakKeyDictionary[dist.Work, Channel] = weakref.WeakKeyDictionary()
+        self._works: weakref.WeakKeyDictionary[dist.Work, _Begun] = weakref.WeakKeyDictionary()
+        self._awaited: tuple[_Begun, timedelta | None] | None = None
         self._changing = threading.Lock()
-        self._sees_shm = self._sees_waits = False
+        self._sees_shm = self._sees_waits = self.has_failed = False
 
     def install(self) -> None:
         """See all sends and receives from now on, by whatever name the user has imported the function."""
@@ -92,21 +100,41 @@ class Exchanges:
         with self._changing:
             self._exchanged.clear()
             self._works.clear()
+            self.has_failed = False
 
     def take(self) -> tuple[Exchanged, ...]:
         """Return what the groups that still live have exchanged, and forget it."""
         if not self._exchanged:
             return ()
         with self._changing:
-            for work, channel in list(self._works.items()):
+            for work, (channel, _) in list(self._works.items()):
                 if work.is_completed():
                     self._count_wait(channel)
-            exchanged = dict(self._exchanged)
-        members = dict(self._members())
+            exchanged = list(self._exchanged.items())
+        found = self._in_living_groups(exchanged)
         self.clear()
+        return found
+
+    def current(self) -> Exchanging | None:
+        """Return what this rank has exchanged so far in the test, and what it waits for, if anything."""
+        if not self._exchanged:
+            return None
+        with self._changing:
+            exchanged, awaited = list(self._exchanged.items()), self._awaited
+        if awaited is None:
+            return Exchanging(self._in_living_groups(exchanged), None, 0.0)
+        (channel, begun), given = awaited
+        timeout = given or _timeout_of(channel[0]())
+        of_living = self._in_living_groups([(channel, begun)])
+        seconds = timeout.total_seconds() if timeout else math.inf
+        return Exchanging(self._in_living_groups(exchanged), next(iter(of_living), None), seconds)
+
+    def _in_living_groups(self, exchanged: Sequence[tuple[Channel, Exchanged]]) -> tuple[Exchanged, ...]:
+        """Return what was exchanged in groups that still live, with the ranks of peers in the world."""
+        members = dict(self._members())
         living = [
             (each, members[group])
-            for (of_group, *_), each in exchanged.items()
+            for (of_group, *_), each in exchanged
             if (group := of_group()) is not None and group in members
         ]
         return tuple(
@@ -134,10 +162,11 @@ class Exchanges:
         with self._changing:
             before = self._exchanged.get(channel)
             begun, waited = (before.begun, before.waited) if before else (0, 0)
-            self._exchanged[channel] = Exchanged(name, *channel[1:], begun + 1, waited, call, sent, line)
+            latest = Exchanged(name, *channel[1:], begun + 1, waited, call, sent, line)
+            self._exchanged[channel] = latest
             self._see_waits()
             if tensor.device.type == "cpu":
-                self._works[work] = channel
+                self._works[work] = channel, latest
             else:  # nccl sends what it has begun, with or without its handle
                 self._count_wait(channel)
 
@@ -165,18 +194,36 @@ class Exchanges:
             for work in kinds:
                 work.wait = self._waiting(work.wait)
 
-    def _waiting(self, wait: Callable[..., bool]) -> Callable[..., bool]:
-        @functools.wraps(wait)
-        def waiting(work: dist.Work, *args: Any, **kwargs: Any) -> bool:
+    def _waiting(self, wait_for: Callable[..., bool]) -> Callable[..., bool]:
+        @functools.wraps(wait_for)
+        def wait(work: dist.Work, *args: Any, **kwargs: Any) -> bool:  # by this name the report says where
             __tracebackhide__ = True
-            done = wait(work, *args, **kwargs)
-            if self._works:
+            if not (begun := self._works.get(work)):
+                return wait_for(work, *args, **kwargs)
+            is_main = threading.current_thread() is threading.main_thread()
+            if is_main:
+                self._awaited = begun, next(iter([*args, *kwargs.values()]), None)
+            try:
+                return wait_for(work, *args, **kwargs)
+            except BaseException:
+                self.has_failed = True
+                raise
+            finally:
+                if is_main:
+                    self._awaited = None
                 with self._changing:
-                    if (channel := self._works.pop(work, None)) is not None:
-                        self._count_wait(channel)
-            return done
+                    if self._works.pop(work, None):
+                        self._count_wait(begun[0])
 
-        return waiting
+        return wait
+
+
+def _timeout_of(group: dist.ProcessGroup | None) -> timedelta | None:
+    """Return the time after which sends and receives of a group fail, None if it has no such option."""
+    if group is None:
+        return None
+    backend: Any = group._get_backend(torch.device("cpu"))
+    return getattr(getattr(backend, "options", None), "_timeout", None)
 
 
 class ExchangesOfTest:
@@ -186,7 +233,12 @@ class ExchangesOfTest:
         self._exchanges = exchanges
 
     def pytest_ranks_finished(self, ending: Ending) -> None:
-        """Send what the test has exchanged; where handles were dropped, the world cannot be used again."""
+        """Send what the test has exchanged; where handles were dropped, the world cannot be used again.
+
+        Nor where a wait has failed, of which the test knows: its message may still come.
+        """
+        has_failed = self._exchanges.has_failed
         if exchanged := self._exchanges.take():
             ending.parts[FEATURE] = exchanged
-            ending.usable = ending.usable and all(each.waited == each.begun for each in exchanged)
+            is_over = not has_failed and all(each.waited == each.begun for each in exchanged)
+            ending.usable = ending.usable and is_over

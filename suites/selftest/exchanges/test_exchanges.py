@@ -2,9 +2,24 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
 
+import pytest
+
+from lockstep.features.exchanges.plugin import (
+    ANY_RANK,
+    FEATURE,
+    Exchanged,
+    Exchanging,
+    pytest_ranks_waits,
+)
+from lockstep.flight_entries import DEFAULT_GROUP
+from lockstep.protocol import Finished, RankStatus
+from lockstep.world.clock import Clock
+from lockstep.world.outcome import RankOutcome
 from suites.selftest.project import copy_project, line_of, run_pytest
 
 if TYPE_CHECKING:
@@ -44,6 +59,89 @@ def test_a_send_too_many_fails_the_test(session: FaultSession) -> None:
     what = f"left isend to rank 1 (float32 [1]) at {place} in flight: it was not received"
     assert head[:2] == [f"rank 0 of 2 {what}", "rank 1: passed"]
     assert session["test_messages_without_a_wait"].outcomes == ["passed"]
+
+
+def test_ranks_that_all_receive_first_are_a_deadlock(session: FaultSession) -> None:
+    place = session.place("dist.recv(received, 1 - world.rank)")
+    waits = [
+        f"rank {rank} waits to receive float32 [3] from rank {1 - rank} (recv at {place})" for rank in (0, 1)
+    ]
+    assert session["test_ranks_that_all_receive_first"].head()[0] == f"deadlock: {'; '.join(waits)}"
+
+
+def test_a_wait_for_more_than_a_rank_has_sent_before_its_end_is_in_vain(session: FaultSession) -> None:
+    place = session.place("dist.P2POp(dist.irecv, torch.ones(2), 1)")
+    assert session["test_one_receive_too_many"].head()[0] == (
+        f"rank 0 waits to receive float32 [2] from rank 1 (batch_isend_irecv at {place}), "
+        "and rank 1 has ended the test"
+    )
+
+
+def test_a_receive_that_times_out_by_itself_is_left_to_the_test(session: FaultSession) -> None:
+    assert session["test_a_receive_that_times_out"].outcomes == ["passed"]
+
+
+def test_a_message_may_be_late(session: FaultSession) -> None:
+    assert session["test_a_late_message"].outcomes == ["passed"]
+
+
+def received(begun: int = 1, **changes: Any) -> Exchanged:
+    usual = {"group": DEFAULT_GROUP, "is_send": False, "peer": 1, "tag": 0, "waited": 0}
+    return Exchanged(begun=begun, call="recv", tensor="float32 [3]", line="a.py:7", **(usual | changes))
+
+
+def waits(
+    awaited: Exchanged,
+    *of_peer: Exchanged,
+    timeout: float = 1800,
+    blocked: float = 3,
+    has_ended: bool = False,
+) -> Mapping[int, str] | None:
+    """Return what is said of rank 0, which waits, and of rank 1, which has exchanged `of_peer`."""
+    statuses = {
+        0: RankStatus("", "", blocked=blocked, parts={FEATURE: Exchanging((awaited,), awaited, timeout)})
+    }
+    peer = RankOutcome(1)
+    if has_ended:
+        peer.fate = Finished(True, 0, 0, parts={FEATURE: of_peer})
+        statuses[1] = RankStatus("", "", state="idle")
+    else:
+        statuses[1] = RankStatus("", "", parts={FEATURE: Exchanging(of_peer, None, 0)} if of_peer else {})
+    run: Any = SimpleNamespace(outcomes=[RankOutcome(0), peer], clock=Clock(60))
+    return pytest_ranks_waits(run, statuses)
+
+
+SENT = {"is_send": True, "peer": 0}
+IN_VAIN = {0: "to receive float32 [3] from rank 1 (recv at a.py:7)"}
+
+
+@pytest.mark.parametrize("has_ended", [False, True])
+@pytest.mark.parametrize(
+    ("awaited", "sent", "said"),
+    [
+        (received(), [], IN_VAIN),
+        (received(), [received(**SENT)], {}),
+        (received(2), [received(**SENT)], IN_VAIN),
+        (received(), [received(tag=1, **SENT)], IN_VAIN),
+        (received(), [received(group="other", **SENT)], IN_VAIN),
+        (received(), [received(peer=0)], IN_VAIN),  # which receives, too
+        (received(), [received(is_send=True, peer=2)], IN_VAIN),
+        (received(peer=ANY_RANK), [received(**SENT)], {}),
+        (received(peer=ANY_RANK), [], {0: "to receive float32 [3] from any rank (recv at a.py:7)"}),
+        (received(is_send=True), [], {0: "to send float32 [3] to rank 1 (recv at a.py:7)"}),
+        (received(is_send=True), [received(peer=ANY_RANK)], {}),
+    ],
+)
+def test_a_wait_is_in_vain_if_no_rank_has_begun_the_counterpart(
+    awaited: Exchanged, sent: list[Exchanged], said: dict[int, str], has_ended: bool
+) -> None:
+    assert waits(awaited, *sent, has_ended=has_ended) == said
+
+
+def test_a_wait_that_ends_by_itself_or_has_just_begun_is_not() -> None:
+    assert waits(received(), timeout=60) == IN_VAIN  # not before the deadline of the test
+    assert waits(received(), timeout=59) == {}
+    assert waits(received(), blocked=2) == {}
 
 
 def test_an_unmatched_send_on_shm_fails_in_a_world_of_gloo(tmp_path: Path) -> None:

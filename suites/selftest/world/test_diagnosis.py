@@ -114,7 +114,6 @@ def test_a_mismatch_of_the_past_is_reported_on_request_only() -> None:
         (doing(state="stopped"), "did not reach: it is stopped", True),
         (doing(state="silent", where="a.py:1"), "did not reach: it is not responding, at a.py:1", False),
         (doing(call="recv"), "never reached: it is in recv at test_a.py:7 in test_a", False),
-        (doing(call="recv", blocked=5), "never reached: it is in recv at test_a.py:7 in test_a", True),
         (doing(), "never reached: it is at test_a.py:7 in test_a", False),
     ],
 )
@@ -128,7 +127,6 @@ def test_a_rank_that_others_wait_for_is_named_with_its_place(
         where=absent.where,
         case=absent.case,
         call=absent.call,
-        blocked=absent.blocked,
     )
     found = diagnosis_of(waiting, absent, waiting)
     assert found.sentence == f"ranks 0, 2 wait in all_reduce #2 (float [3]), which rank 1 {place}"
@@ -183,12 +181,39 @@ def test_a_stopped_rank_is_reported_even_if_no_rank_waits() -> None:
     assert (found.sentence, found.blame, found.is_hopeless) == ("rank 1 is stopped", {1}, True)
 
 
-def test_a_receive_after_all_others_have_ended_is_hopeless() -> None:
-    found = diagnosis_of(doing(state="idle"), doing(call="recv"), doing(state="idle"))
-    place = "recv at test_a.py:7 in test_a"
-    assert found.sentence == f"rank 1 waits in {place}, and ranks 0, 2 have ended the test"
-    assert found.is_hopeless
-    assert diagnose({0: doing(), 1: doing(call="recv")}, 2) is None  # it may still send
+RECEIVE = "to receive float32 [3] from rank 0 (recv at test_a.py:7)"
+
+
+def in_vain(waits: dict[int, str], *ranks: RankStatus) -> Diagnosis | None:
+    return diagnose(dict(enumerate(ranks)), len(ranks), waits=waits)
+
+
+def test_a_rank_that_waits_for_what_none_has_begun_keeps_others_in_vain() -> None:
+    found = in_vain({1: RECEIVE}, doing(issued("all_reduce", 1)), doing(call="recv"))
+    sentence = f"rank 0 waits in all_reduce #1 (float [3]), which rank 1 never reached: it waits {RECEIVE}"
+    assert found == Diagnosis(sentence, frozenset({1}), is_hopeless=True)
+
+
+def test_ranks_that_all_wait_for_what_none_has_begun_are_a_deadlock() -> None:
+    sentence = f"deadlock: rank 0 waits to send; rank 1 waits {RECEIVE}"
+    found = in_vain({1: RECEIVE, 0: "to send"}, doing(), doing())
+    assert found == Diagnosis(sentence, frozenset(), is_hopeless=True)
+    assert in_vain({1: RECEIVE}, doing(), doing()) is None  # the other may still send
+
+
+@pytest.mark.parametrize(
+    ("others", "text"),
+    [
+        ([doing(state="idle")] * 2, "ranks 0, 2 have ended the test"),
+        (
+            [doing(state="idle"), doing(state="votes", case="n=2")],
+            "rank 0 has ended the test; rank 2 is in the wait for other ranks after [n=2]",
+        ),
+    ],
+)
+def test_a_wait_for_ranks_that_have_gone_on_is_hopeless(others: list[RankStatus], text: str) -> None:
+    found = in_vain({1: RECEIVE}, others[0], doing(call="recv"), others[1])
+    assert found == Diagnosis(f"rank 1 waits {RECEIVE}, and {text}", frozenset({0, 2}), is_hopeless=True)
 
 
 def test_roots_may_differ_where_all_ranks_wait_in_one_broadcast() -> None:

@@ -41,8 +41,8 @@ def test_a_receive_while_the_other_is_in_a_collective(session: FaultSession) -> 
     verdict = session["test_receive"]
     assert verdict.outcomes == ["failure"]
     place = session.place("dist.recv(torch.ones(3), 0)")
-    sentence = "rank 0 waits in all_reduce #1 (float [3]), which rank 1 never reached: it is in recv at "
-    assert verdict.head()[0].startswith(sentence + place)
+    sentence = "rank 0 waits in all_reduce #1 (float [3]), which rank 1 never reached: it waits to receive"
+    assert verdict.head()[0] == f"{sentence} float32 [3] from rank 0 (recv at {place})"
     assert verdict.seconds < 20  # far from the deadline
 
 

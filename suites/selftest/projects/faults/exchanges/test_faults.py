@@ -1,6 +1,8 @@
 """Sends and receives that another rank does not take up, and some that it does."""
 
 import os
+import time
+from datetime import timedelta
 
 import pytest
 from healthy import test_healthy as test_healthy
@@ -46,6 +48,37 @@ def test_unequal_sends(world):
         dist.send(torch.ones(1), 1)
     else:
         dist.recv(torch.ones(1), 0)
+
+
+def test_ranks_that_all_receive_first(world):
+    received = torch.zeros(3)
+    dist.recv(received, 1 - world.rank)
+    dist.send(received, 1 - world.rank)
+
+
+def test_one_receive_too_many(world):
+    """Rank 1 has ended the test, and has sent one message of two."""
+    if world.rank == 0:
+        for work in dist.batch_isend_irecv([dist.P2POp(dist.irecv, torch.ones(2), 1) for _ in range(2)]):
+            work.wait()
+    else:
+        dist.isend(torch.ones(2), 0).wait()
+
+
+def test_a_receive_that_times_out(world):
+    """The group has a timeout of its own: the receive ends by itself, as the test expects."""
+    group = dist.new_group(timeout=timedelta(seconds=3))
+    if world.rank == 0:
+        with pytest.raises(RuntimeError, match="imed out"):
+            dist.recv(torch.ones(1), 1, group=group)
+
+
+def test_a_late_message(world):
+    if world.rank == 0:
+        dist.recv(torch.ones(1))
+    else:
+        time.sleep(2.7)  # longer than a rank must have waited in vain
+        dist.send(torch.ones(1), 0)
 
 
 def test_a_receive_that_no_wrapper_sees(world):
