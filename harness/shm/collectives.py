@@ -127,7 +127,7 @@ class Collectives:
             copy_to_both(message.address, handed.also_to, handed.at, handed.nbytes)
 
     def _refuse(self, call: NumberedCall, error: ShmError, entry: Entry) -> None:
-        entry.complete(failed=True)
+        entry.complete()
         if self.channel.is_usable():
             self.channel.refuse(error)
             self.channel.mark_read(call.number)

@@ -138,4 +138,4 @@ class Operation:
         self.is_done = True
         self.channel.mark_read(self.call.number)
         self._forget(self.call.number)
-        self.entry.complete(failed=error is not None)
+        self.entry.complete()

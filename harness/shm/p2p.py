@@ -213,7 +213,7 @@ class Mailbox:
             if transfer.is_done:
                 return
             transfer.error, transfer.is_done = error, True
-            transfer.entry.complete(failed=error is not None)
+            transfer.entry.complete()
             if isinstance(transfer, Receive):
                 self._expected.remove(transfer)
             elif isinstance(transfer, Send):

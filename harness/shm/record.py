@@ -42,8 +42,7 @@ class Entry:
         peer: The other rank of a point-to-point operation, -1 otherwise and for any rank.
         is_p2p: Whether it is one.
         created: When it was called, nanoseconds since the epoch.
-        completed: When it was completed, or 0.
-        failed: Whether it ended with an error.
+        completed: When it was completed, or ended with an error, or 0.
         frames: The stack of its caller, innermost first, where an observer has noted it.
     """
 
@@ -51,7 +50,6 @@ class Entry:
         "completed",
         "created",
         "description",
-        "failed",
         "frames",
         "generation",
         "group",
@@ -75,11 +73,10 @@ class Entry:
         self.peer, self.is_p2p = -1, False
         self.timeout = 0.0
         self.frames: list[dict[str, Any]] = []
-        self.created, self.completed, self.failed = time.time_ns(), 0, False
+        self.created, self.completed = time.time_ns(), 0
 
-    def complete(self, failed: bool = False) -> None:
+    def complete(self) -> None:
         """Note that it is over."""
-        self.failed = failed
         self.completed = time.time_ns()
 
     def as_dict(self) -> dict[str, Any]:
@@ -104,7 +101,6 @@ class Entry:
             "timeout_ms": int(self.timeout * 1000),
             "is_p2p": self.is_p2p,
             "peer": self.peer,
-            "failed": self.failed,
             "frames": self.frames,
         }
 
