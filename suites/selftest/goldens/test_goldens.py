@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from lockstep.assertions.closeness import TOLERANCES
-from lockstep.features.goldens.text import Golden, differences
+from lockstep.features.goldens.text import Golden, GoldenEntry, differences
 from lockstep.output import write_text
 
 FOLDER = "goldens/test_training"
@@ -136,6 +136,33 @@ def test_truth_values_that_differ_are_compared_under_a_tolerance():
     lines = differences(golden, now, TOLERANCES[torch.float32])
     assert lines[0] == "first difference: flag 0 (all ranks), after 1 values that agree"
     assert differences(golden, golden, TOLERANCES[torch.float32]) == []
+
+
+def golden_of(**texts_by_ranks):
+    """Return a golden of one value, with a text for "all" ranks, or for each."""
+    values = [GoldenEntry("loss", ranks.replace("_", " "), text) for ranks, text in texts_by_ranks.items()]
+    return Golden("test_a", "torch", tuple(values), ())
+
+
+@pytest.mark.parametrize(
+    ("golden", "now", "first"),
+    [
+        (golden_of(all="1"), golden_of(rank_0="1", rank_1="1"), None),
+        (golden_of(rank_0="1", rank_1="1"), golden_of(all="1"), None),
+        (golden_of(all="1"), golden_of(rank_0="1", rank_1="2"), ("rank 1", "1", "2")),
+        (golden_of(rank_0="1", rank_1="2"), golden_of(all="2"), ("rank 0", "1", "2")),
+        (golden_of(rank_0="1", rank_1="2"), golden_of(rank_0="3", rank_1="2"), ("rank 0", "1", "3")),
+        (golden_of(rank_0="1", rank_1="2"), golden_of(rank_0="1", rank_1="2"), None),
+    ],
+)
+def test_a_value_of_all_ranks_is_compared_with_that_of_each(golden, now, first):
+    lines = differences(golden, now, None)
+    if first is None:
+        assert lines == []
+        return
+    rank, before, after = first
+    assert lines[0].startswith(f"first difference: loss ({rank}), ")
+    assert lines[1:3] == [f"  golden    {before}", f"  this run  {after}"]
 
 
 def test_goldens_are_shared_and_counted_under_xdist(outputs, shared_project):
