@@ -154,6 +154,11 @@ FAULTS = [
         "30 s, class lost",
     ),
     Fault(
+        "both ranks receive before they send",
+        "dist.recv(torch.ones(3), 1 - world.rank)\ndist.send(torch.ones(3), 1 - world.rank)",
+        "deadlock: rank 0 waits to receive float32 .3. from rank 1",
+    ),
+    Fault(
         "stopped by a signal",
         "if world.rank: os.kill(os.getpid(), signal.SIGSTOP)\ndist.barrier()",
         "rank 0 waits in barrier #1, which rank 1 did not reach: it is stopped",

@@ -34,10 +34,14 @@ def process_groups() -> list[dist.ProcessGroup]:
 
 
 def group_members() -> list[tuple[dist.ProcessGroup, tuple[int, ...]]]:
-    """Return the global ranks of each group of this rank."""
+    """Return the global ranks of each group of this rank, in the order of the group."""
     # A key that is a number stands for a group that this rank is no member of.
     groups = list(_c10d._world.pg_group_ranks.items())
-    return [(group, tuple(sorted(ranks))) for group, ranks in groups if isinstance(group, dist.ProcessGroup)]
+    return [
+        (group, tuple(sorted(ranks, key=ranks.get)))
+        for group, ranks in groups
+        if isinstance(group, dist.ProcessGroup)
+    ]
 
 
 def count_groups() -> int:

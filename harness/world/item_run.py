@@ -250,7 +250,7 @@ class ItemRun:
                 del answers[rank]  # it has not begun this item: it would have sent the end of it before
         found = None
         if pending & answers.keys() and not self.has_lost():
-            found = self._diagnose(answers, self.clock.timeout)
+            found = self._diagnose(answers)
         if self._standstill.confirm(found) and found is not None:
             lost = self._hook.pytest_ranks_standstill(run=self, found=found, pending=pending)
             for rank in lost or ():
@@ -262,11 +262,11 @@ class ItemRun:
                 self._standstill.forget_suspicion()
         self._probes.send(names_place)
 
-    def _diagnose(self, statuses: Mapping[int, RankStatus], deadline: float = math.inf) -> Diagnosis | None:
+    def _diagnose(self, statuses: Mapping[int, RankStatus]) -> Diagnosis | None:
         waits: dict[int, str] = {}
         for found in self._hook.pytest_ranks_waits(run=self, statuses=statuses):
             waits |= found
-        return diagnose(statuses, self._size(), deadline, waits)
+        return diagnose(statuses, self._size(), self.clock.timeout, waits)
 
     def has_lost(self) -> bool:
         """Whether a rank has died, with an excuse, and the others are still in its world, and differ."""

@@ -23,7 +23,7 @@ FEATURE = "exchanges"
 ANY_RANK = -1
 """Stands for the peer of a receive that takes what any rank sends."""
 UNSEEN_WITHIN = 2.0
-"""Seconds: compiled code is not seen to send, but a rank that is blocked for longer waits for no message."""
+"""Seconds for a message to arrive that compiled code has sent, which is not seen."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,11 +37,17 @@ class Exchanged:
     begun: int
     waited: int
     """Number of them that have ended while the test had their handles."""
+    failed: int
+    """Number of waits for one that have raised: what the test has met is not left in flight."""
     call: str
     """The function that was called for the latest, "isend" say."""
     tensor: str
     """dtype and shape of the latest."""
     line: str
+
+    @property
+    def channel(self) -> tuple[str, bool, int, int]:
+        return self.group, self.is_send, self.peer, self.tag
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,11 +55,13 @@ class Exchanging:
     """The sends and receives of a rank in a test so far, as part of its status.
 
     Attributes:
-        awaited: the one whose end its main thread waits for; `begun` is its number among those of its kind.
+        begun: number of them by channel.
+        awaited: the one whose end its main thread waits for, if no other thread may help; `begun` is its
+            number in the channel.
         timeout: seconds after which that wait ends by itself.
     """
 
-    exchanged: tuple[Exchanged, ...]
+    begun: dict[tuple[str, bool, int, int], int]
     awaited: Exchanged | None
     timeout: float
 
@@ -95,10 +103,10 @@ def pytest_ranks_waits(run: ItemRun, statuses: Mapping[int, RankStatus]) -> Mapp
     found = {rank: part for rank, each in statuses.items() if (part := each.parts.get(FEATURE))}
     if not any(each.awaited for each in found.values()):
         return None
-    from lockstep.world.diagnosis import PATIENT
+    from lockstep.world.diagnosis import PATIENT  # this module is imported in ranks, too
 
-    exchanged = {rank.rank: rank.parts().get(FEATURE, ()) for rank in run.outcomes}
-    exchanged |= {rank: each.exchanged for rank, each in found.items()}
+    ended = {rank.rank: _begun(rank.parts().get(FEATURE, ())) for rank in run.outcomes}
+    begun = ended | {rank: each.begun for rank, each in found.items()}
     patience = min(run.clock.timeout, PATIENT)
     return {
         rank: _described(each.awaited)
@@ -106,14 +114,16 @@ def pytest_ranks_waits(run: ItemRun, statuses: Mapping[int, RankStatus]) -> Mapp
         if each.awaited
         and statuses[rank].blocked > UNSEEN_WITHIN
         and each.timeout >= patience
-        and _taken_up(exchanged, rank, each.awaited) < each.awaited.begun
+        and _taken_up(begun, rank, each.awaited) < each.awaited.begun
     }
 
 
 def _described(awaited: Exchanged) -> str:
     way, preposition = ("send", "to") if awaited.is_send else ("receive", "from")
-    peer = f"{preposition} {_peer_of(awaited)}"
-    return f"to {way} {awaited.tensor} {peer} ({awaited.call} at {awaited.line})"
+    words = f"to {way} {awaited.tensor} {preposition} {_peer_of(awaited)}"
+    words += f" with tag {awaited.tag}" if awaited.tag else ""
+    words += f" in group {awaited.group}" if awaited.group != DEFAULT_GROUP else ""
+    return f"{words} ({awaited.call} at {awaited.line})"
 
 
 def _find_collectives(run: ItemRun, outcome: ItemOutcome) -> None:
@@ -139,24 +149,30 @@ def find_unpaired(exchanged: Mapping[int, Iterable[Exchanged]]) -> dict[int, str
         exchanged: of all ranks, by rank.
     """
     left: dict[int, str] = {}
+    begun = {rank: _begun(channels) for rank, channels in exchanged.items()}
     for rank, channels in exchanged.items():
         for each in channels:
-            if each.waited < each.begun and _taken_up(exchanged, rank, each) < each.begun:
+            if each.waited + each.failed < each.begun and _taken_up(begun, rank, each) < each.begun:
                 way, verb = ("to", "received") if each.is_send else ("from", "sent")
                 what = f"{each.call} {way} {_peer_of(each)} ({each.tensor}) at {each.line} in flight"
                 left[rank] = f"{what}: it was not {verb}"
     return left
 
 
-def _taken_up(exchanged: Mapping[int, Iterable[Exchanged]], rank: int, channel: Exchanged) -> int:
+_Begun = Mapping[tuple[str, bool, int, int], int]
+
+
+def _begun(channels: Iterable[Exchanged]) -> _Begun:
+    return {each.channel: each.begun for each in channels}
+
+
+def _taken_up(begun: Mapping[int, _Begun], rank: int, each: Exchanged) -> int:
     """Return how many messages of a rank's channel others have begun to take up, or to send."""
+    peers = begun if each.peer == ANY_RANK else {each.peer} & begun.keys()
     return sum(
-        other.begun
-        for number, others in exchanged.items()
-        for other in others
-        if channel.peer in (number, ANY_RANK)
-        and other.peer in (rank, ANY_RANK)
-        and (other.group, other.tag, other.is_send) == (channel.group, channel.tag, not channel.is_send)
+        begun[peer].get((each.group, not each.is_send, other, each.tag), 0)
+        for peer in peers
+        for other in (rank, ANY_RANK)
     )
 
 

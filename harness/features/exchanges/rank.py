@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import math
+import signal
 import sys
 import threading
 import weakref
@@ -23,6 +24,7 @@ import torch.distributed as dist
 from lockstep.features.exchanges.plugin import ANY_RANK, FEATURE, Exchanged, Exchanging
 from lockstep.flight_entries import DEFAULT_GROUP
 from lockstep.hookspecs import Ending
+from lockstep.rank.wire import WIRE_THREAD
 from lockstep.tracebacks import is_installed
 
 __tracebackhide__ = True  # a send that fails is the user's, and torch's
@@ -31,7 +33,9 @@ __tracebackhide__ = True  # a send that fails is the user's, and torch's
 Channel = tuple[weakref.ref[dist.ProcessGroup], bool, int, int]
 """A group; whether it is sends or receives; the peer's rank in the group; the tag."""
 _Begun = tuple[Channel, Exchanged]
-"""A send or a receive as it was begun, `begun` is its number in the channel."""
+"""A send or a receive as it was begun: `begun` is its number in the channel."""
+_OWN_THREADS = (WIRE_THREAD, "shm-progress", "waits-in-gloo")
+"""Threads of the harness, which send nothing of a test's."""
 
 
 class Exchanges:
@@ -44,9 +48,6 @@ class Exchanges:
         base: directory that the user's files are named from.
         members: returns the ranks of each group.
         manager: of the rank's session.
-
-    Attributes:
-        has_failed: whether a wait has raised in this test.
     """
 
     def __init__(
@@ -57,11 +58,10 @@ class Exchanges:
     ) -> None:
         self._base, self._members, self._manager = base, members, manager
         self._exchanged: dict[Channel, Exchanged] = {}
-        """The peer of each is its rank in the group."""
         self._works: weakref.WeakKeyDictionary[dist.Work, _Begun] = weakref.WeakKeyDictionary()
         self._awaited: tuple[_Begun, timedelta | None] | None = None
         self._changing = threading.Lock()
-        self._sees_shm = self._sees_waits = self.has_failed = False
+        self._sees_shm = self._sees_waits = False
 
     def install(self) -> None:
         """See all sends and receives from now on, by whatever name the user has imported the function."""
@@ -100,7 +100,6 @@ class Exchanges:
         with self._changing:
             self._exchanged.clear()
             self._works.clear()
-            self.has_failed = False
 
     def take(self) -> tuple[Exchanged, ...]:
         """Return what the groups that still live have exchanged, and forget it."""
@@ -113,7 +112,7 @@ class Exchanges:
             exchanged = list(self._exchanged.items())
         found = self._in_living_groups(exchanged)
         self.clear()
-        return found
+        return tuple(found)
 
     def current(self) -> Exchanging | None:
         """Return what this rank has exchanged so far in the test, and what it waits for, if anything."""
@@ -121,25 +120,15 @@ class Exchanges:
             return None
         with self._changing:
             exchanged, awaited = list(self._exchanged.items()), self._awaited
-        if awaited is None:
-            return Exchanging(self._in_living_groups(exchanged), None, 0.0)
-        (channel, begun), given = awaited
-        timeout = given or _timeout_of(channel[0]())
-        of_living = self._in_living_groups([(channel, begun)])
-        seconds = timeout.total_seconds() if timeout else math.inf
-        return Exchanging(self._in_living_groups(exchanged), next(iter(of_living), None), seconds)
+        begun = {each.channel: each.begun for each in self._in_living_groups(exchanged)}
+        if awaited is None or _may_be_helped():
+            return Exchanging(begun, None, 0.0)
+        (channel, each), given = awaited
+        return Exchanging(begun, each, _seconds_left(given or _timeout_of(channel[0]())))
 
-    def _in_living_groups(self, exchanged: Sequence[tuple[Channel, Exchanged]]) -> tuple[Exchanged, ...]:
-        """Return what was exchanged in groups that still live, with the ranks of peers in the world."""
-        members = dict(self._members())
-        living = [
-            (each, members[group])
-            for (of_group, *_), each in exchanged
-            if (group := of_group()) is not None and group in members
-        ]
-        return tuple(
-            each if each.peer == ANY_RANK else replace(each, peer=ranks[each.peer]) for each, ranks in living
-        )
+    def _in_living_groups(self, exchanged: Sequence[_Begun]) -> list[Exchanged]:
+        living = {group for group, _ in self._members()}
+        return [each for (of_group, *_), each in exchanged if of_group() in living]
 
     def _recorded(self, begin: Callable[..., dist.Work], is_send: bool) -> Callable[..., dist.Work]:
         @functools.wraps(begin)
@@ -161,8 +150,12 @@ class Exchanges:
         sent = f"{str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)}"
         with self._changing:
             before = self._exchanged.get(channel)
-            begun, waited = (before.begun, before.waited) if before else (0, 0)
-            latest = Exchanged(name, *channel[1:], begun + 1, waited, call, sent, line)
+            if before is None:
+                _, is_send, peer, tag = channel
+                if peer != ANY_RANK and (ranks := dict(self._members()).get(group)):
+                    peer = ranks[peer]
+                before = Exchanged(name, is_send, peer, tag, 0, 0, 0, "", "", "")
+            latest = replace(before, begun=before.begun + 1, call=call, tensor=sent, line=line)
             self._exchanged[channel] = latest
             self._see_waits()
             if tensor.device.type == "cpu":
@@ -202,18 +195,21 @@ class Exchanges:
                 return wait_for(work, *args, **kwargs)
             is_main = threading.current_thread() is threading.main_thread()
             if is_main:
-                self._awaited = begun, next(iter([*args, *kwargs.values()]), None)
+                self._awaited = begun, args[0] if args else kwargs.get("timeout")
             try:
-                return wait_for(work, *args, **kwargs)
+                done = wait_for(work, *args, **kwargs)
             except BaseException:
-                self.has_failed = True
+                with self._changing:
+                    if before := self._exchanged.get(begun[0]):
+                        self._exchanged[begun[0]] = replace(before, failed=before.failed + 1)
                 raise
             finally:
                 if is_main:
                     self._awaited = None
-                with self._changing:
-                    if self._works.pop(work, None):
-                        self._count_wait(begun[0])
+            with self._changing:
+                if self._works.pop(work, None):
+                    self._count_wait(begun[0])
+            return done
 
         return wait
 
@@ -226,6 +222,25 @@ def _timeout_of(group: dist.ProcessGroup | None) -> timedelta | None:
     return getattr(getattr(backend, "options", None), "_timeout", None)
 
 
+def _may_be_helped() -> bool:
+    """Whether another thread may send, or end what the main one waits for: any but those of the harness.
+
+    Dummies stand for threads of C++ that have called Python once.
+    """
+    apart = threading.main_thread(), threading.current_thread()
+    return any(
+        each not in apart and each.name not in _OWN_THREADS and not isinstance(each, threading._DummyThread)
+        for each in threading.enumerate()
+    )
+
+
+def _seconds_left(timeout: timedelta | None) -> float:
+    """Return after how many seconds a wait ends by itself, if need be by a handler of the test's alarm."""
+    seconds = timeout.total_seconds() if timeout else math.inf
+    alarm, _ = signal.getitimer(signal.ITIMER_REAL)
+    return min(seconds, alarm) if alarm and callable(signal.getsignal(signal.SIGALRM)) else seconds
+
+
 class ExchangesOfTest:
     """A plugin of sessions in which a test has exchanged anything."""
 
@@ -233,12 +248,11 @@ class ExchangesOfTest:
         self._exchanges = exchanges
 
     def pytest_ranks_finished(self, ending: Ending) -> None:
-        """Send what the test has exchanged; where handles were dropped, the world cannot be used again.
+        """Send what the test has exchanged.
 
-        Nor where a wait has failed, of which the test knows: its message may still come.
+        Where handles were dropped, or a wait has failed, the world cannot be used again.
         """
-        has_failed = self._exchanges.has_failed
         if exchanged := self._exchanges.take():
             ending.parts[FEATURE] = exchanged
-            is_over = not has_failed and all(each.waited == each.begun for each in exchanged)
-            ending.usable = ending.usable and is_over
+            are_over = all(each.waited == each.begun and not each.failed for each in exchanged)
+            ending.usable = ending.usable and are_over

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from types import SimpleNamespace
@@ -77,16 +78,28 @@ def test_a_wait_for_more_than_a_rank_has_sent_before_its_end_is_in_vain(session:
     )
 
 
-def test_a_receive_that_times_out_by_itself_is_left_to_the_test(session: FaultSession) -> None:
-    assert session["test_a_receive_that_times_out"].outcomes == ["passed"]
+@pytest.mark.parametrize("name", ["a_receive_that_times_out", "a_wait_that_times_out"])
+def test_a_receive_that_times_out_by_itself_is_left_to_the_test(session: FaultSession, name: str) -> None:
+    assert session[f"test_{name}"].outcomes == ["passed"]
 
 
-def test_a_message_may_be_late(session: FaultSession) -> None:
-    assert session["test_a_late_message"].outcomes == ["passed"]
+@pytest.mark.parametrize("name", ["a_late_message", "a_message_of_a_timer", "an_alarm_of_the_test"])
+def test_a_message_may_be_late(session: FaultSession, name: str) -> None:
+    assert session[f"test_{name}"].outcomes == ["passed"]
+
+
+def test_peers_are_named_by_their_ranks_in_the_world(session: FaultSession) -> None:
+    place = session.place("dist.recv(torch.ones(4)")
+    group = r"with tag 2 in group \S+"
+    waits = [
+        rf"rank {rank} waits to receive float32 \[4\] from rank {1 - rank} {group} \(recv at {place}\)"
+        for rank in (0, 1)
+    ]
+    assert re.fullmatch(f"deadlock: {'; '.join(waits)}", session["test_a_group_in_another_order"].head()[0])
 
 
 def received(begun: int = 1, **changes: Any) -> Exchanged:
-    usual = {"group": DEFAULT_GROUP, "is_send": False, "peer": 1, "tag": 0, "waited": 0}
+    usual = {"group": DEFAULT_GROUP, "is_send": False, "peer": 1, "tag": 0, "waited": 0, "failed": 0}
     return Exchanged(begun=begun, call="recv", tensor="float32 [3]", line="a.py:7", **(usual | changes))
 
 
@@ -98,15 +111,15 @@ def waits(
     has_ended: bool = False,
 ) -> Mapping[int, str] | None:
     """Return what is said of rank 0, which waits, and of rank 1, which has exchanged `of_peer`."""
-    statuses = {
-        0: RankStatus("", "", blocked=blocked, parts={FEATURE: Exchanging((awaited,), awaited, timeout)})
-    }
+    mine = Exchanging({awaited.channel: awaited.begun}, awaited, timeout)
+    statuses = {0: RankStatus("", "", blocked=blocked, parts={FEATURE: mine})}
     peer = RankOutcome(1)
     if has_ended:
         peer.fate = Finished(True, 0, 0, parts={FEATURE: of_peer})
         statuses[1] = RankStatus("", "", state="idle")
     else:
-        statuses[1] = RankStatus("", "", parts={FEATURE: Exchanging(of_peer, None, 0)} if of_peer else {})
+        begun = {each.channel: each.begun for each in of_peer}
+        statuses[1] = RankStatus("", "", parts={FEATURE: Exchanging(begun, None, 0)} if begun else {})
     run: Any = SimpleNamespace(outcomes=[RankOutcome(0), peer], clock=Clock(60))
     return pytest_ranks_waits(run, statuses)
 
@@ -130,6 +143,11 @@ IN_VAIN = {0: "to receive float32 [3] from rank 1 (recv at a.py:7)"}
         (received(peer=ANY_RANK), [], {0: "to receive float32 [3] from any rank (recv at a.py:7)"}),
         (received(is_send=True), [], {0: "to send float32 [3] to rank 1 (recv at a.py:7)"}),
         (received(is_send=True), [received(peer=ANY_RANK)], {}),
+        (
+            received(tag=2, group="7"),
+            [received(**SENT)],
+            {0: "to receive float32 [3] from rank 1 with tag 2 in group 7 (recv at a.py:7)"},
+        ),
     ],
 )
 def test_a_wait_is_in_vain_if_no_rank_has_begun_the_counterpart(

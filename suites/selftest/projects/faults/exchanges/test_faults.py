@@ -1,6 +1,9 @@
 """Sends and receives that another rank does not take up, and some that it does."""
 
+import inspect
 import os
+import signal
+import threading
 import time
 from datetime import timedelta
 
@@ -73,12 +76,47 @@ def test_a_receive_that_times_out(world):
             dist.recv(torch.ones(1), 1, group=group)
 
 
+def test_a_wait_that_times_out(world):
+    """In the group of the world, which is of no use to the next test then."""
+    if world.rank == 0:
+        with pytest.raises(RuntimeError, match="imed out"):
+            dist.irecv(torch.ones(1), 1).wait(timeout=timedelta(seconds=1))
+
+
 def test_a_late_message(world):
     if world.rank == 0:
         dist.recv(torch.ones(1))
     else:
         time.sleep(2.7)  # longer than a rank must have waited in vain
         dist.send(torch.ones(1), 0)
+
+
+def test_a_message_of_a_timer(world):
+    """No frame of the user's is on the stack of the thread that will send."""
+    if world.rank == 0:
+        threading.Timer(2.7, dist.send, (torch.ones(1), 1)).start()
+        dist.recv(torch.ones(1), 1, tag=1)
+    else:
+        dist.recv(torch.ones(1), 0)
+        dist.send(torch.ones(1), 0, tag=1)
+
+
+@pytest.mark.ranks(2, backend="shm")  # the wait of gloo runs no handler of signals
+def test_an_alarm_of_the_test(world):
+    def stop(*_):
+        raise TimeoutError
+
+    before = signal.signal(signal.SIGALRM, stop)
+    signal.setitimer(signal.ITIMER_REAL, 2.7)
+    with pytest.raises(TimeoutError):
+        dist.recv(torch.ones(1), 1 - world.rank)
+    signal.signal(signal.SIGALRM, before)
+
+
+def test_a_group_in_another_order(world):
+    has_orders = "sort_ranks" in inspect.signature(dist.new_group).parameters  # not in torch 2.11
+    group = dist.new_group([1, 0], **({"sort_ranks": False} if has_orders else {}))
+    dist.recv(torch.ones(4), 1 - world.rank, group=group, tag=2)
 
 
 def test_a_receive_that_no_wrapper_sees(world):
