@@ -48,7 +48,6 @@ def lose_unsynced(journals: Iterable[Path]) -> list[str]:
                 unsynced[path] = None
             case "fsync":
                 synced[path] = size
-                unsynced.pop(path, None)
             case "rename":
                 synced[target] = synced.pop(path, size)
                 if path in unsynced:

@@ -301,6 +301,22 @@ def test_plugins_that_change_something(monkeypatch: Patch) -> None:
     assert the(each, "plugins", "ok").what.startswith("3 installed")
 
 
+def test_plugins_of_pytest_that_are_installed_are_found_by_the_names_of_indexes(monkeypatch: Patch) -> None:
+    def installed(name: str, group: str) -> Any:
+        return SimpleNamespace(
+            metadata={"Name": name}, version="1.0", entry_points=[SimpleNamespace(group=group)]
+        )
+
+    every = [
+        *(installed("lockstep-harness", "pytest11"), installed("Pytest_Some.Thing", "pytest11")),
+        installed("tox", "console_scripts"),
+    ]
+    monkeypatch.setattr(metadata, "distributions", lambda: every)
+    (found,) = plugins.plugins()
+    assert found.what == "1 installed that pytest loads by itself"
+    assert plugins._installed() == {"pytest-some-thing": "1.0"}
+
+
 def test_plugins_are_described_as_on_their_page() -> None:
     """Each row of a plugin that does not simply work has its finding, with sentences of that row."""
     page = (Path(__file__).parents[3] / "docs/reference/plugins.md").read_text().replace("`", "")

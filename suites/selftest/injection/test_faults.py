@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import datetime
+import functools
 import re
 from collections.abc import Callable
 from unittest.mock import Mock
 
 import pytest
+import torch
 import torch.distributed as dist
 
 from lockstep.features.injection.faults import Fault
@@ -229,3 +231,6 @@ def test_a_fault_reads_as_a_line_and_as_a_call() -> None:
     fault = Fault("corrupt", op="all_reduce", value=float("nan"))
     assert str(fault) == "every rank gets nan from all_reduce #1"
     assert repr(fault) == 'faults.corrupt(op="all_reduce", nth=1, value=float("nan"))'
+    assert str(Fault("drop", 0, where=torch.Tensor.dim)) == "rank 0 leaves out collective #1 where dim"
+    partial = functools.partial(torch.Tensor.size, dim=0)
+    assert str(Fault("drop", 0, where=partial)) == "rank 0 leaves out collective #1 where partial"

@@ -84,6 +84,12 @@ def test_the_mark_runs_a_subtest_for_each_seed(mark: Run) -> None:
     assert "contains 3 failed subtests" in mark.output
 
 
+def test_one_seed_of_a_mark_runs_again(tmp_path_factory: pytest.TempPathFactory) -> None:
+    run = run_file(tmp_path_factory, "test_mark.py::test_race", "--subtest", "skew=2")
+    assert "contains 1 failed subtest" in run.output
+    assert "test_race [skew=2]" in run.output
+
+
 def test_nothing_is_disturbed_without_a_mark(mark: Run) -> None:
     assert mark.outcome("test_the_same_race_undisturbed") == "passed"
 

@@ -221,6 +221,8 @@ def test_roots_may_differ_where_all_ranks_wait_in_one_broadcast() -> None:
     sentence = "all ranks wait in broadcast #1 (float [3]): do all name the same source or destination?"
     assert diagnosis_of(*ranks).sentence == sentence
     assert not diagnosis_of(*ranks).is_hopeless  # it may be large
+    later = doing(issued("broadcast", 1, in_flight=False), issued("reduce", 2))
+    assert "all ranks wait in reduce #2 " in diagnosis_of(later, later).sentence
 
 
 def test_numbers_count_from_the_beginning_of_the_test() -> None:
