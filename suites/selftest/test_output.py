@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from lockstep.output import OutputDirectory, read_truncated, truncate, truncate_lines
+from lockstep.output import OutputDirectory, read_truncated, truncate, truncate_lines, write_texts
 
 
 @pytest.mark.parametrize("length", [0, 99, 100, 101, 1000, 10**6])
@@ -59,3 +59,16 @@ def test_what_is_kept_is_written_to_the_file_that_is_returned(tmp_path: Path) ->
     assert kept.write("test_a.py::test_b", 1, "stdout", "two", "a") == first
     assert (first.name, first.read_bytes()) == ("rank-1.stdout", b"one\r\ntwo")
     assert first.is_relative_to(tmp_path)
+
+
+def test_files_are_written_all_or_none(tmp_path: Path) -> None:
+    first, folder = tmp_path / "first.txt", tmp_path / "second.txt"
+    first.write_text("before")
+    folder.mkdir()
+    with pytest.raises(IsADirectoryError, match=r"second\.txt"):
+        write_texts({first: "after", folder: "after"})
+    assert first.read_text() == "before"
+    assert sorted(tmp_path.iterdir()) == [first, folder]
+    folder.rmdir()
+    write_texts({first: "after", folder: "after"})
+    assert [each.read_text() for each in (first, folder)] == ["after", "after"]

@@ -557,3 +557,13 @@ def test_what_a_plan_does_not_offer_is_skipped(layout: Layout) -> None:
 )
 def test_the_rows_of_a_part_are_what_the_cut_says(cut: Sharded, parts: list[list[int]]) -> None:
     assert [cut.indices(5, index, 2).tolist() for index in range(2)] == parts
+
+
+@pytest.mark.layouts(pp=(2,))
+def test_a_stage_may_hold_a_tied_weight_under_its_second_name(layout: Layout) -> None:
+    whole = nn.ModuleDict({"embedding": nn.Embedding(4, 3), "head": nn.Linear(3, 4, bias=False)})
+    whole["head"].weight = whole["embedding"].weight
+    name = ("embedding", "head")[layout.at("pp")]
+    own = nn.ModuleDict({name: nn.Embedding(4, 3) if name == "embedding" else nn.Linear(3, 4, bias=False)})
+    ShardMap().write(own, whole, layout)
+    assert torch.equal(own[name].weight, whole["embedding"].weight)

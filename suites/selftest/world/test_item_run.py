@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import math
 import multiprocessing
 import os
 import subprocess
@@ -20,7 +21,7 @@ from lockstep.protocol import AbortGroup, Collecting, Finished, Issued, Probe, R
 from lockstep.world import clock, standstill
 from lockstep.world.handle import RankHandle
 from lockstep.world.item_run import ItemRun
-from lockstep.world.outcome import ItemOutcome, Stuck
+from lockstep.world.outcome import ItemOutcome, RankOutcome, Stuck
 
 ORDER = RunItem("test_a.py::test_a", "test_a.py", None, "")
 FAILED = Reported({"outcome": "failed", "$report_type": "TestReport", "longrepr": ""})
@@ -202,3 +203,15 @@ def test_a_rank_that_has_not_begun_does_not_count_as_one_that_has_ended(monkeypa
     outcome = ItemRun(ORDER, 30, hooks()).run(ranks)
     assert outcome.diagnosis is None
     assert [rank.fate for rank in outcome.ranks] == [Finished(True, 0, 0)] * 2
+
+
+def test_no_rank_is_late_while_another_waits_for_a_person() -> None:
+    run = ItemRun(ORDER, 60, hooks())
+    run._handles, run._probes = [], standstill.Probes([])
+    run.outcomes = [RankOutcome(0), RankOutcome(1)]
+    run.clock.begin_grace()
+    run.paused = {1}
+    run._end_what_is_over({0, 1})
+    assert run.clock.grace == math.inf
+    run.clock.begin_grace()
+    assert run.clock.grace < math.inf
