@@ -36,6 +36,7 @@ SECONDS = "a number of seconds above 0, at most 1000000"
         (["-o", f"ranks_at_once={'9' * 5000}"], "ranks_at_once: write a whole number above 0"),
         (["-o", "ranks_wait=nan"], "ranks_wait = nan: write a number of seconds above 0"),
         (["-o", "ranks_leaks="], "ranks_leaks = '': choose warn, error, off"),
+        (["-o", "ranks_adopt_spawn=x"], "ranks_adopt_spawn = 'x': choose "),
     ],
     ids=lambda each: "=".join(each)[:30] if isinstance(each, list) else "",
 )

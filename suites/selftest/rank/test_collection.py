@@ -87,7 +87,6 @@ def test_a_session_that_a_test_starts_sorts_items_as_pytest_does(project: Projec
 
 def test_the_first_test_of_a_file_has_its_own_deadline(project: Project) -> None:
     """To import the file takes none of it, and what hangs later does not hang in the import."""
-    project.write(
-        "import threading\n@pytest.mark.ranks(2, timeout=2)\ndef test_hangs():\n    threading.Event().wait()\n"
-    )
+    test = "@pytest.mark.ranks(2, timeout=2)\ndef test_hangs():\n    threading.Event().wait()\n"
+    project.write(f"import threading\n{test}")
     assert "all 2 ranks timed out after 2 s, in wait at test_sample.py:6 in test_hangs" in project.run()
