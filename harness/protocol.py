@@ -244,7 +244,7 @@ class RankStatus:
     blocked: float = 0.0
     """Seconds for which its main thread is known to have been blocked, without a break."""
     parts: dict[str, Any] = field(default_factory=dict)
-    """What features add to it, by the name of each."""
+    """Data that features add to it, by the name of each."""
 
 
 @dataclass(frozen=True, slots=True)

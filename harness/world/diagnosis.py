@@ -163,7 +163,7 @@ class _Ranks:
                 waiting[rank] = in_vain[0]  # the oldest
         stopped = [rank for rank, each in self._statuses.items() if each.state == "stopped"]
         if not waiting and not stopped:
-            return self._all_in_vain() or self._unknown_root() or self._late_for_a_vote()
+            return self._all_wait() or self._unknown_root() or self._late_for_a_vote()
         missing = {rank: self._missing(issued) for rank, issued in waiting.items()}
         culprits = {rank for ranks in missing.values() for rank in ranks if rank not in waiting}
         stuck = {*waiting, *stopped, *self._in_state("votes"), *self._in_state("idle"), *self._waits}
@@ -172,7 +172,7 @@ class _Ranks:
         is_hopeless = len(stuck) == self._size and not ends_by_itself
         return Diagnosis(sentence, frozenset(culprits or stopped), is_hopeless)
 
-    def _all_in_vain(self) -> Diagnosis | None:
+    def _all_wait(self) -> Diagnosis | None:
         """Find ranks that wait for what no rank has begun when no other rank can begin it."""
         ended, voters = self._in_state("idle"), self._in_state("votes")
         if not self._waits or len({*self._waits, *ended, *voters}) < self._size:

@@ -125,20 +125,20 @@ def waits(
 
 
 SENT = {"is_send": True, "peer": 0}
-IN_VAIN = {0: "to receive float32 [3] from rank 1 (recv at a.py:7)"}
+FOR_NOTHING = {0: "to receive float32 [3] from rank 1 (recv at a.py:7)"}
 
 
 @pytest.mark.parametrize("has_ended", [False, True])
 @pytest.mark.parametrize(
     ("awaited", "sent", "said"),
     [
-        (received(), [], IN_VAIN),
+        (received(), [], FOR_NOTHING),
         (received(), [received(**SENT)], {}),
-        (received(2), [received(**SENT)], IN_VAIN),
-        (received(), [received(tag=1, **SENT)], IN_VAIN),
-        (received(), [received(group="other", **SENT)], IN_VAIN),
-        (received(), [received(peer=0)], IN_VAIN),  # which receives, too
-        (received(), [received(is_send=True, peer=2)], IN_VAIN),
+        (received(2), [received(**SENT)], FOR_NOTHING),
+        (received(), [received(tag=1, **SENT)], FOR_NOTHING),
+        (received(), [received(group="other", **SENT)], FOR_NOTHING),
+        (received(), [received(peer=0)], FOR_NOTHING),  # which receives, too
+        (received(), [received(is_send=True, peer=2)], FOR_NOTHING),
         (received(peer=ANY_RANK), [received(**SENT)], {}),
         (received(peer=ANY_RANK), [], {0: "to receive float32 [3] from any rank (recv at a.py:7)"}),
         (received(is_send=True), [], {0: "to send float32 [3] to rank 1 (recv at a.py:7)"}),
@@ -150,14 +150,14 @@ IN_VAIN = {0: "to receive float32 [3] from rank 1 (recv at a.py:7)"}
         ),
     ],
 )
-def test_a_wait_is_in_vain_if_no_rank_has_begun_the_counterpart(
+def test_a_wait_is_for_nothing_if_no_rank_has_begun_the_counterpart(
     awaited: Exchanged, sent: list[Exchanged], said: dict[int, str], has_ended: bool
 ) -> None:
     assert waits(awaited, *sent, has_ended=has_ended) == said
 
 
 def test_a_wait_that_ends_by_itself_or_has_just_begun_is_not() -> None:
-    assert waits(received(), timeout=60) == IN_VAIN  # not before the deadline of the test
+    assert waits(received(), timeout=60) == FOR_NOTHING  # not before the deadline of the test
     assert waits(received(), timeout=59) == {}
     assert waits(received(), blocked=2) == {}
 

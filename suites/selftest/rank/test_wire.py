@@ -29,7 +29,7 @@ def ends() -> Iterator[tuple[Connection, Wire]]:
 
 @pytest.fixture
 def listening(ends: tuple[Connection, Wire], monkeypatch: pytest.MonkeyPatch) -> Iterator[list[object]]:
-    """What a rank that listens has handled; at last its controller goes, and it ends all of its group."""
+    """Messages that a listening rank has handled; at last its controller goes, and it ends its group."""
     controller, wire = ends
     handled: list[object] = []
     ended: list[tuple[int, int]] = []

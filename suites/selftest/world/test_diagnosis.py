@@ -184,21 +184,21 @@ def test_a_stopped_rank_is_reported_even_if_no_rank_waits() -> None:
 RECEIVE = "to receive float32 [3] from rank 0 (recv at test_a.py:7)"
 
 
-def in_vain(waits: dict[int, str], *ranks: RankStatus) -> Diagnosis | None:
+def with_waits(waits: dict[int, str], *ranks: RankStatus) -> Diagnosis | None:
     return diagnose(dict(enumerate(ranks)), len(ranks), waits=waits)
 
 
-def test_a_rank_that_waits_for_what_none_has_begun_keeps_others_in_vain() -> None:
-    found = in_vain({1: RECEIVE}, doing(issued("all_reduce", 1)), doing(call="recv"))
+def test_a_rank_that_waits_for_what_none_has_begun_keeps_others_with_waits() -> None:
+    found = with_waits({1: RECEIVE}, doing(issued("all_reduce", 1)), doing(call="recv"))
     sentence = f"rank 0 waits in all_reduce #1 (float [3]), which rank 1 never reached: it waits {RECEIVE}"
     assert found == Diagnosis(sentence, frozenset({1}), is_hopeless=True)
 
 
 def test_ranks_that_all_wait_for_what_none_has_begun_are_a_deadlock() -> None:
     sentence = f"deadlock: rank 0 waits to send; rank 1 waits {RECEIVE}"
-    found = in_vain({1: RECEIVE, 0: "to send"}, doing(), doing())
+    found = with_waits({1: RECEIVE, 0: "to send"}, doing(), doing())
     assert found == Diagnosis(sentence, frozenset(), is_hopeless=True)
-    assert in_vain({1: RECEIVE}, doing(), doing()) is None  # the other may still send
+    assert with_waits({1: RECEIVE}, doing(), doing()) is None  # the other may still send
 
 
 @pytest.mark.parametrize(
@@ -212,7 +212,7 @@ def test_ranks_that_all_wait_for_what_none_has_begun_are_a_deadlock() -> None:
     ],
 )
 def test_a_wait_for_ranks_that_have_gone_on_is_hopeless(others: list[RankStatus], text: str) -> None:
-    found = in_vain({1: RECEIVE}, others[0], doing(call="recv"), others[1])
+    found = with_waits({1: RECEIVE}, others[0], doing(call="recv"), others[1])
     assert found == Diagnosis(f"rank 1 waits {RECEIVE}, and {text}", frozenset({0, 2}), is_hopeless=True)
 
 

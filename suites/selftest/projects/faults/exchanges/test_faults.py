@@ -87,7 +87,7 @@ def test_a_late_message(world):
     if world.rank == 0:
         dist.recv(torch.ones(1))
     else:
-        time.sleep(2.7)  # longer than a rank must have waited in vain
+        time.sleep(2.7)  # longer than ranks have waited that are ended
         dist.send(torch.ones(1), 0)
 
 
