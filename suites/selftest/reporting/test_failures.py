@@ -8,7 +8,7 @@ import shlex
 
 import pytest
 
-from suites.selftest.project import Run, run_pytest
+from suites.selftest.project import Project, Run, run_pytest
 
 PROJECT = "failures"
 OPTIONS = ("-v", "--tb=short", "--durations=3", "--durations-min=0", "--world-seed=7")
@@ -74,6 +74,19 @@ def test_ranks_print_live_on_request(again: Run) -> None:
     live, _, report = again.output.partition("= FAILURES =")
     assert sorted(re.findall(r"said by (\d)\n", live)) == ["0", "1"]
     assert re.findall(r"said by (\d)\n", report) == ["1"]
+
+
+PRINTS = "def test_prints(world):\n    print(f'of rank {world.rank}')\n    assert world.rank == 0\n"
+
+
+@pytest.mark.parametrize(("shown", "ranks"), [("failed", ["1"]), ("all", ["1", "0"]), ("none", [])])
+def test_output_is_shown_of_the_ranks_that_are_asked_for(
+    project: Project, shown: str, ranks: list[str]
+) -> None:
+    project.write(PRINTS)
+    output = project.run(f"--rank-output={shown}")
+    assert re.findall(r"^-+ Captured stdout call \(rank (\d)\) -+$", output, re.MULTILINE) == ranks
+    assert re.findall(r"^of rank (\d)$", output, re.MULTILINE) == ranks
 
 
 def test_last_failed_runs_only_what_failed(run: Run) -> None:
