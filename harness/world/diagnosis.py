@@ -48,7 +48,7 @@ def diagnose(
     statuses: Mapping[int, RankStatus],
     size: int,
     deadline: float = math.inf,
-    waits: Mapping[int, str] | None = None,
+    waits: Mapping[int, str] = MappingProxyType({}),
 ) -> Diagnosis | None:
     """Return what is wrong between the ranks, None if nothing is found.
 
@@ -59,7 +59,7 @@ def diagnose(
         deadline: seconds that the test has: no collective with a longer timeout will end by itself.
         waits: ranks that wait for something else than a collective, which no rank has begun, in words.
     """
-    ranks = _Ranks(_renumber(statuses), size, waits or {})
+    ranks = _Ranks(_renumber(statuses), size, waits)
     return ranks.mismatch() or ranks.standstill(min(deadline, PATIENT))
 
 
@@ -72,7 +72,7 @@ def find_mismatch(
         statuses, size: as for `diagnose`.
         include_ended: whether to compare collectives, too, that have ended on all ranks.
     """
-    return _Ranks(_renumber(statuses), size).mismatch(include_ended=include_ended)
+    return _Ranks(_renumber(statuses), size, {}).mismatch(include_ended=include_ended)
 
 
 def in_flight(status: RankStatus) -> Issued | None:
@@ -108,9 +108,7 @@ def place_of(status: RankStatus) -> str:
 class _Ranks:
     """The statuses of all ranks of a world, compared."""
 
-    def __init__(
-        self, statuses: Mapping[int, RankStatus], size: int, waits: Mapping[int, str] = MappingProxyType({})
-    ) -> None:
+    def __init__(self, statuses: Mapping[int, RankStatus], size: int, waits: Mapping[int, str]) -> None:
         self._statuses = statuses
         self._waits = waits
         self._size = size

@@ -26,6 +26,10 @@ UNSEEN_WITHIN = 2.0
 """Seconds for a message to arrive that compiled code has sent, which is not seen."""
 
 
+Key = tuple[str, bool, int, int]
+"""The group, whether it is sends, the peer and the tag of a channel of messages."""
+
+
 @dataclass(frozen=True, slots=True)
 class Exchanged:
     """The sends of a rank to another one in a test, or the receives from it, of one group and tag."""
@@ -46,7 +50,7 @@ class Exchanged:
     line: str
 
     @property
-    def channel(self) -> tuple[str, bool, int, int]:
+    def key(self) -> Key:
         return self.group, self.is_send, self.peer, self.tag
 
 
@@ -61,7 +65,7 @@ class Exchanging:
         timeout: seconds after which that wait ends by itself.
     """
 
-    begun: dict[tuple[str, bool, int, int], int]
+    begun: dict[Key, int]
     awaited: Exchanged | None
     timeout: float
 
@@ -105,7 +109,7 @@ def pytest_ranks_waits(run: ItemRun, statuses: Mapping[int, RankStatus]) -> Mapp
         return None
     from lockstep.world.diagnosis import PATIENT  # this module is imported in ranks, too
 
-    ended = {rank.rank: _begun(rank.parts().get(FEATURE, ())) for rank in run.outcomes}
+    ended = {rank.rank: begun_by_key(rank.parts().get(FEATURE, ())) for rank in run.outcomes}
     begun = ended | {rank: each.begun for rank, each in found.items()}
     patience = min(run.clock.timeout, PATIENT)
     return {
@@ -149,7 +153,7 @@ def find_unpaired(exchanged: Mapping[int, Iterable[Exchanged]]) -> dict[int, str
         exchanged: of all ranks, by rank.
     """
     left: dict[int, str] = {}
-    begun = {rank: _begun(channels) for rank, channels in exchanged.items()}
+    begun = {rank: begun_by_key(channels) for rank, channels in exchanged.items()}
     for rank, channels in exchanged.items():
         for each in channels:
             if each.waited + each.failed < each.begun and _taken_up(begun, rank, each) < each.begun:
@@ -159,14 +163,11 @@ def find_unpaired(exchanged: Mapping[int, Iterable[Exchanged]]) -> dict[int, str
     return left
 
 
-_Begun = Mapping[tuple[str, bool, int, int], int]
+def begun_by_key(channels: Iterable[Exchanged]) -> dict[Key, int]:
+    return {each.key: each.begun for each in channels}
 
 
-def _begun(channels: Iterable[Exchanged]) -> _Begun:
-    return {each.channel: each.begun for each in channels}
-
-
-def _taken_up(begun: Mapping[int, _Begun], rank: int, each: Exchanged) -> int:
+def _taken_up(begun: Mapping[int, Mapping[Key, int]], rank: int, each: Exchanged) -> int:
     """Return how many messages of a rank's channel others have begun to take up, or to send."""
     peers = begun if each.peer == ANY_RANK else {each.peer} & begun.keys()
     return sum(

@@ -21,10 +21,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from lockstep.features.exchanges.plugin import ANY_RANK, FEATURE, Exchanged, Exchanging
+from lockstep.features.exchanges.plugin import ANY_RANK, FEATURE, Exchanged, Exchanging, begun_by_key
+from lockstep.features.leaks.guard import is_service
 from lockstep.flight_entries import DEFAULT_GROUP
 from lockstep.hookspecs import Ending
-from lockstep.rank.wire import WIRE_THREAD
 from lockstep.tracebacks import is_installed
 
 __tracebackhide__ = True  # a send that fails is the user's, and torch's
@@ -34,8 +34,8 @@ Channel = tuple[weakref.ref[dist.ProcessGroup], bool, int, int]
 """A group; whether it is sends or receives; the peer's rank in the group; the tag."""
 _Begun = tuple[Channel, Exchanged]
 """A send or a receive as it was begun: `begun` is its number in the channel."""
-_OWN_THREADS = (WIRE_THREAD, "shm-progress", "waits-in-gloo")
-"""Threads of the harness, which send nothing of a test's."""
+_OF_SHM = "shm-progress"
+"""Name of the thread that completes works of shm."""
 
 
 class Exchanges:
@@ -120,7 +120,7 @@ class Exchanges:
             return None
         with self._changing:
             exchanged, awaited = list(self._exchanged.items()), self._awaited
-        begun = {each.channel: each.begun for each in self._in_living_groups(exchanged)}
+        begun = begun_by_key(self._in_living_groups(exchanged))
         if awaited is None or _may_be_helped():
             return Exchanging(begun, None, 0.0)
         (channel, each), given = awaited
@@ -223,15 +223,10 @@ def _timeout_of(group: dist.ProcessGroup | None) -> timedelta | None:
 
 
 def _may_be_helped() -> bool:
-    """Whether another thread may send, or end what the main one waits for: any but those of the harness.
-
-    Dummies stand for threads of C++ that have called Python once.
-    """
+    """Whether a thread besides the main one and this, which answers, may send or end what that waits for."""
     apart = threading.main_thread(), threading.current_thread()
-    return any(
-        each not in apart and each.name not in _OWN_THREADS and not isinstance(each, threading._DummyThread)
-        for each in threading.enumerate()
-    )
+    others = [each for each in threading.enumerate() if each not in apart and each.name != _OF_SHM]
+    return not all(is_service(each) for each in others)
 
 
 def _seconds_left(timeout: timedelta | None) -> float:

@@ -177,7 +177,7 @@ class OpenResources(NamedTuple):
         pipes = {_link_of(fd, pid) for pid in of_torch for fd in _listing(f"/proc/{pid}/fd")}
         return OpenResources(
             frozenset(pid for pid in self.children - of_torch if is_running(pid)),
-            frozenset(thread for thread in self.threads if thread.is_alive() and not _is_service(thread)),
+            frozenset(thread for thread in self.threads if thread.is_alive() and not is_service(thread)),
             frozenset(fd for fd in self.files if _name_of_file(fd) and _link_of(fd) not in pipes),
             frozenset(name for name in self.segments if _is_ours(name, made)),
         )
@@ -293,7 +293,7 @@ def _title_of(pid: int) -> str:
 # Threads
 
 
-def _is_service(thread: threading.Thread) -> bool:
+def is_service(thread: threading.Thread) -> bool:
     """Whether a thread is of no test: a native one that has run some Python, or one that serves all tests."""
     return (
         isinstance(thread, threading._DummyThread)

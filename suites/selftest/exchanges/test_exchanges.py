@@ -70,7 +70,7 @@ def test_ranks_that_all_receive_first_are_a_deadlock(session: FaultSession) -> N
     assert session["test_ranks_that_all_receive_first"].head()[0] == f"deadlock: {'; '.join(waits)}"
 
 
-def test_a_wait_for_more_than_a_rank_has_sent_before_its_end_is_in_vain(session: FaultSession) -> None:
+def test_a_wait_for_more_than_a_rank_has_sent_before_its_end_is_for_nothing(session: FaultSession) -> None:
     place = session.place("dist.P2POp(dist.irecv, torch.ones(2), 1)")
     assert session["test_one_receive_too_many"].head()[0] == (
         f"rank 0 waits to receive float32 [2] from rank 1 (batch_isend_irecv at {place}), "
@@ -111,14 +111,14 @@ def waits(
     has_ended: bool = False,
 ) -> Mapping[int, str] | None:
     """Return what is said of rank 0, which waits, and of rank 1, which has exchanged `of_peer`."""
-    mine = Exchanging({awaited.channel: awaited.begun}, awaited, timeout)
+    mine = Exchanging({awaited.key: awaited.begun}, awaited, timeout)
     statuses = {0: RankStatus("", "", blocked=blocked, parts={FEATURE: mine})}
     peer = RankOutcome(1)
     if has_ended:
         peer.fate = Finished(True, 0, 0, parts={FEATURE: of_peer})
         statuses[1] = RankStatus("", "", state="idle")
     else:
-        begun = {each.channel: each.begun for each in of_peer}
+        begun = {each.key: each.begun for each in of_peer}
         statuses[1] = RankStatus("", "", parts={FEATURE: Exchanging(begun, None, 0)} if begun else {})
     run: Any = SimpleNamespace(outcomes=[RankOutcome(0), peer], clock=Clock(60))
     return pytest_ranks_waits(run, statuses)

@@ -188,7 +188,7 @@ def with_waits(waits: dict[int, str], *ranks: RankStatus) -> Diagnosis | None:
     return diagnose(dict(enumerate(ranks)), len(ranks), waits=waits)
 
 
-def test_a_rank_that_waits_for_what_none_has_begun_keeps_others_with_waits() -> None:
+def test_a_rank_that_waits_for_what_none_has_begun_keeps_the_others() -> None:
     found = with_waits({1: RECEIVE}, doing(issued("all_reduce", 1)), doing(call="recv"))
     sentence = f"rank 0 waits in all_reduce #1 (float [3]), which rank 1 never reached: it waits {RECEIVE}"
     assert found == Diagnosis(sentence, frozenset({1}), is_hopeless=True)

@@ -85,7 +85,8 @@ def test_a_wait_that_times_out(world):
 
 def test_a_late_message(world):
     if world.rank == 0:
-        dist.recv(torch.ones(1))
+        dist.recv(received := torch.zeros(1))
+        assert received.item() == 1
     else:
         time.sleep(2.7)  # longer than ranks have waited that are ended
         dist.send(torch.ones(1), 0)
