@@ -8,24 +8,22 @@ import pytest
 
 from suites.selftest.project import Project, Run, copy_project, run_pytest
 
-FRESH = True
-"""Some of these count what a session imports and starts."""
+
+def test_a_run_without_ranks_starts_no_process(tmp_path: Path) -> None:
+    copy_project("census", tmp_path)
+    test = "import pytest\n\n@pytest.mark.parametrize('n', range(3))\ndef test_x(n): pass"
+    (tmp_path / "test_plain.py").write_text(test)
+    done = run_pytest(tmp_path, "-p", "census", fresh=True)
+    assert done.count() == "3 passed"
+    assert "torch: False, children: 0" in done.lines
 
 
-def test_a_run_without_ranks_starts_no_process(pytester: pytest.Pytester) -> None:
-    copy_project("census", pytester.path)
-    pytester.makepyfile("import pytest\n\n@pytest.mark.parametrize('n', range(3))\ndef test_x(n): pass")
-    result = pytester.runpytest_subprocess("-p", "census", timeout=180)
-    result.assert_outcomes(passed=3)
-    result.stdout.fnmatch_lines(["torch: False, children: 0"])
-
-
-def test_collecting_only_lists_items_and_starts_nothing(pytester: pytest.Pytester) -> None:
-    copy_project("census", pytester.path)
-    copy_project("plain_and_ranks", pytester.path)
-    result = pytester.runpytest_subprocess("-p", "census", "--co", "-q", timeout=180)
-    assert result.outlines[:2] == ["test_it.py::test_x", "test_it.py::test_y"]
-    result.stdout.fnmatch_lines(["torch: False, children: 0"])
+def test_collecting_only_lists_items_and_starts_nothing(tmp_path: Path) -> None:
+    copy_project("census", tmp_path)
+    copy_project("plain_and_ranks", tmp_path)
+    done = run_pytest(tmp_path, "-p", "census", "--co", "-q", fresh=True)
+    assert done.lines[:2] == ["test_it.py::test_x", "test_it.py::test_y"]
+    assert "torch: False, children: 0" in done.lines
 
 
 @pytest.mark.parametrize("option", ["--pdb", "--trace"])

@@ -18,8 +18,6 @@ from suites.selftest.project import HEADER
 if TYPE_CHECKING:
     from suites.selftest.project import Project
 
-FRESH = True
-"""Many of these are of what a session imports and starts."""
 CHANGING = (
     *("-o", "console_output_style=classic", "--fresh-worlds", "--world-seed=7", "--world-timeout=0.01"),
     *("-c", "pytest.ini", "--mine=a b", "-vk", "test_a", "--flag", "--tb=short", "--several", "x", "y"),
@@ -132,9 +130,8 @@ def test_the_deadline_of_a_test_excludes_the_start_of_ranks(changed: str, shared
     assert len(shared_project.pids("pids")) == 2
 
 
-def test_spawned_ranks_work_and_leave_nothing_when_ended(
-    project: Project,
-) -> None:
+def test_spawned_ranks_work_and_leave_nothing_when_ended(project: Project) -> None:
+    project.fresh = True
     project.copy("spawned", "ranks_start_method = spawn")
     output = project.run()
     assert "1 failed, 1 passed" in output
