@@ -158,11 +158,11 @@ def test_both_names_lead_to_the_same_modules(tmp_path: Path, names: tuple[str, s
     first, second = names
     code = f"""
 import pickle
-import {first}.protocol, {first}.shm.errors
-import {second}, {second}.protocol, {second}.shm, {second}.conformance as there
+import {first}.protocol, {first}.backends.backend
+import {second}, {second}.protocol, {second}.backends, {second}.conformance as there
 import {first}.conformance as here
 from {second} import PeerFailed, RunSubtests
-print({first}.protocol is {second}.protocol, {first}.shm is {second}.shm, here is there)
+print({first}.protocol is {second}.protocol, {first}.backends is {second}.backends, here is there)
 print({first} is {second}, {first}.PeerFailed is PeerFailed, {first}.protocol.__name__)
 print(pickle.loads(pickle.dumps({second}.protocol.Close())) == {first}.protocol.Close())
 """
@@ -198,10 +198,10 @@ def test_a_package_is_found_wherever_it_is_on_the_path(
     code = f"""
 import sys
 sys.path.{change}
-import lockstep.protocol, harness.plugin, lockstep.shm
-print(harness.plugin.THEIRS, lockstep.shm.__name__)
+import lockstep.protocol, harness.plugin, lockstep.backends
+print(harness.plugin.THEIRS, lockstep.backends.__name__)
 """
-    assert python(code, tmp_path) == ["theirs lockstep.shm"]
+    assert python(code, tmp_path) == ["theirs lockstep.backends"]
 
 
 def test_a_module_is_found_after_ours(tmp_path: Path) -> None:
@@ -249,5 +249,5 @@ def test_files_that_were_overwritten_do_not_matter(tmp_path: Path) -> None:
     site, package = tmp_path / "site", Path(lockstep.__file__).parent
     shutil.copytree(package, site / "lockstep", symlinks=False)
     write(site / "harness", PACKAGE)
-    code = "import harness, lockstep.shm; print(harness.THEIRS, lockstep.shm.__file__)"
-    assert python(code, tmp_path, str(site)) == [f"theirs {site}/lockstep/shm/__init__.py"]
+    code = "import harness, lockstep.backends; print(harness.THEIRS, lockstep.backends.__file__)"
+    assert python(code, tmp_path, str(site)) == [f"theirs {site}/lockstep/backends/__init__.py"]
