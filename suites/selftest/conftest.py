@@ -69,35 +69,30 @@ def clean_environment(request: pytest.FixtureRequest) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def make_project(request: pytest.FixtureRequest) -> Iterator[Project]:
-    """Make a project, whose sessions are new interpreters for a module that is FRESH."""
+def make_project() -> Iterator[Project]:
     # Not under `tmp_path`, which is deep under pytest-xdist: files are looked for where they usually are.
     with tempfile.TemporaryDirectory(prefix="lockstep-", ignore_cleanup_errors=True) as path:
-        project = Project(Path(path), fresh=getattr(request.module, "FRESH", False))
+        project = Project(Path(path))
         yield project
         project.kill()
 
 
 @pytest.fixture
-def project(request: pytest.FixtureRequest) -> Iterator[Project]:
-    with make_project(request) as project:
+def project() -> Iterator[Project]:
+    with make_project() as project:
         yield project
 
 
 @pytest.fixture(scope="module")
-def shared_project(request: pytest.FixtureRequest) -> Iterator[Project]:
+def shared_project() -> Iterator[Project]:
     """One project for several tests, which look at one session from different sides."""
-    with make_project(request) as project:
+    with make_project() as project:
         yield project
 
 
 @pytest.fixture
-def pytester(
-    request: pytest.FixtureRequest, pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch
-) -> pytest.Pytester:
-    """Pytester, which runs pytest in forks of a warm interpreter, except for a module that is FRESH."""
-    if getattr(request.module, "FRESH", False):
-        return pytester
+def pytester(pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch) -> pytest.Pytester:
+    """Pytester, which runs pytest in forks of a warm interpreter."""
 
     def run(*command: object, timeout: float) -> pytest.RunResult:
         assert command[:2] == pytester._getpytestargs()

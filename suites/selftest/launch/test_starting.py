@@ -131,7 +131,7 @@ def test_the_deadline_of_a_test_excludes_the_start_of_ranks(changed: str, shared
 
 
 def test_spawned_ranks_work_and_leave_nothing_when_ended(project: Project) -> None:
-    project.fresh = True
+    project.fresh = True  # else ranks would be forks here, too
     project.copy("spawned", "ranks_start_method = spawn")
     output = project.run()
     assert "1 failed, 1 passed" in output
@@ -156,7 +156,6 @@ def test_a_server_with_a_second_thread_is_refused(project: Project) -> None:
 
 def test_a_server_that_dies_in_an_import_is_reported_at_once(project: Project) -> None:
     (project.path / "deadly.py").write_text("import os\nos._exit(3)\n")
-    (project.path / "torch.py").touch()  # instead of the real one, which takes long
     project.write("def test_a(world): pass", "ranks_preload = deadly\npythonpath = .")
     assert "died while importing torch, deadly" in project.run()
 
