@@ -19,6 +19,9 @@ import pytest
 from lockstep.exceptions import PeerFailed
 from lockstep.protocol import HAS_ENDED, VICTIM_OF_A_CASE, Vote
 
+NO_CASE_OF = "no case of"
+"""How the reason begins for which a test is skipped whose cases `--subtest` has not chosen."""
+
 
 class VotingRank(Protocol):
     """The part of a rank that subtests need."""
@@ -125,7 +128,7 @@ class RunSubtests:
         """Skip the test that used this fixture if `--subtest` chose none of its cases."""
         if self._settings and not self._num_run:
             wanted = ",".join(f"{name}={value}" for name, value in self._selected.items())
-            pytest.skip(f"no case of {', '.join(self._settings)} matches --subtest {wanted}")
+            pytest.skip(f"{NO_CASE_OF} {', '.join(self._settings)} matches --subtest {wanted}")
 
     def _is_selected(self, case: Mapping[str, Any]) -> bool:
         return all(

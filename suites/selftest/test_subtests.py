@@ -239,6 +239,26 @@ def test_the_re_run_line_of_a_failed_case_runs_it_alone(pytester: pytest.Pyteste
     ]
 
 
+def test_a_selection_of_no_case_is_no_success(pytester: pytest.Pytester) -> None:
+    pytester.makepyfile(
+        test_cases="""
+            import pytest
+
+            @pytest.mark.ranks(1)
+            def test_n(run_subtests):
+                run_subtests({"n": [1, 2]}, lambda n: None)
+        """,
+        test_plain="def test_passes(): pass",
+    )
+    found = pytester.runpytest_subprocess("test_cases.py", "--subtest", "n=3")
+    found.assert_outcomes(skipped=1)
+    found.stdout.fnmatch_lines(["no case of n matches --subtest n=3: no test ran"])
+    assert found.ret == pytest.ExitCode.NO_TESTS_COLLECTED
+    beside = pytester.runpytest_subprocess("--subtest", "n=3")
+    beside.assert_outcomes(skipped=1, passed=1)
+    assert beside.ret == pytest.ExitCode.OK
+
+
 def test_an_invalid_selection_is_a_usage_error(pytester: pytest.Pytester) -> None:
     message = re.escape("--subtest 'offload': write KEY=VALUE,KEY=VALUE")
     with pytest.raises(pytest.UsageError, match=f"^{message}$"):
