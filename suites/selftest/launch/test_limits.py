@@ -24,6 +24,10 @@ from lockstep.launch.limits import explain
         (OSError(errno.EIO, "it broke"), "[Errno 5] it broke"),
         (RuntimeError("it broke"), "RuntimeError: it broke"),
         (RuntimeError(), "RuntimeError: RuntimeError"),
+        (
+            RuntimeError("Unable to find address for: lo"),
+            "Unable to find address for: lo. Bring the loopback interface up: `ip link set lo up`",
+        ),
     ],
 )
 def test_an_error_is_explained(error: BaseException, text: str) -> None:
