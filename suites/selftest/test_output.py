@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from lockstep.exceptions import WorldError
 from lockstep.output import OutputDirectory, read_truncated, truncate, truncate_lines, write_texts
 
 
@@ -59,6 +60,13 @@ def test_what_is_kept_is_written_to_the_file_that_is_returned(tmp_path: Path) ->
     assert kept.write("test_a.py::test_b", 1, "stdout", "two", "a") == first
     assert (first.name, first.read_bytes()) == ("rank-1.stdout", b"one\r\ntwo")
     assert first.is_relative_to(tmp_path)
+
+
+def test_output_of_an_earlier_run_that_stays_is_refused(tmp_path: Path) -> None:
+    kept = OutputDirectory(str(tmp_path))
+    (kept.of_test("test_a.py::test_b") / "rank-0.stdout").mkdir(parents=True)
+    with pytest.raises(WorldError, match="--rank-output-dir: cannot remove an earlier run's output: "):
+        kept.clear("test_a.py::test_b")
 
 
 def test_files_are_written_all_or_none(tmp_path: Path) -> None:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import enum
 import re
+from collections.abc import Callable, Iterator
+from typing import Any, cast
 
 import pytest
 import torch
@@ -118,6 +121,56 @@ def test_empty_or_ambiguous_settings_are_refused(
 ) -> None:
     with pytest.raises(ValueError, match=message):
         RunSubtests(AloneInTheWorld(), subtests, {})(settings, print, c=1)
+
+
+@dataclasses.dataclass
+class Expected:
+    """A failure that is expected of every case."""
+
+    run: bool = True
+    reason: str = "not yet"
+
+    def is_about_case(self, case: str) -> bool:
+        return True
+
+
+class Raised:
+    """pytest's subtests, which keep what a case has raised."""
+
+    def __init__(self) -> None:
+        self.errors: list[BaseException | None] = []
+
+    @contextlib.contextmanager
+    def test(self, name: str) -> Iterator[None]:
+        self.errors.append(None)
+        try:
+            yield
+        except BaseException as error:
+            self.errors[-1] = error
+
+
+@pytest.mark.parametrize(
+    ("body", "expected", "kind", "words"),
+    [
+        (lambda n: pytest.fail("as expected"), Expected(), pytest.xfail.Exception, "not yet"),
+        (
+            lambda n: pytest.fail("as expected"),
+            Expected(run=False),
+            pytest.xfail.Exception,
+            "[NOTRUN] not yet",
+        ),
+        (lambda n: pytest.skip("no"), Expected(), pytest.skip.Exception, "no"),
+        (lambda n: None, Expected(), pytest.fail.Exception, "[XPASS(strict)] not yet"),
+    ],
+    ids=["fails", "not-run", "skips", "passes"],
+)
+def test_a_case_that_is_expected_to_fail(
+    body: Callable[[int], object], expected: Expected, kind: type[BaseException], words: str
+) -> None:
+    rank, raised = AloneInTheWorld(), Raised()
+    RunSubtests(rank, cast(Any, raised), {}, [expected])({"n": [1]}, body)
+    assert [(type(error), str(error)) for error in raised.errors] == [(kind, words)]
+    assert rank.seeded == expected.run
 
 
 @pytest.mark.parametrize(("backend", "how"), [("gloo", "Connection closed by peer"), ("shm", "aborted")])

@@ -1,4 +1,4 @@
-"""Errors of starts in words, and the end of a rank that cannot join."""
+"""Errors of starts in words, and the end of a rank that cannot start or join."""
 
 from __future__ import annotations
 
@@ -8,12 +8,13 @@ import pkgutil
 import signal
 import sys
 from types import SimpleNamespace
-from typing import Any, Never
+from typing import Any, Never, cast
 
 import pytest
 
 from lockstep.launch import bootstrap
 from lockstep.launch.limits import explain
+from lockstep.protocol import StartFailed
 
 
 @pytest.mark.parametrize(
@@ -42,6 +43,26 @@ def test_a_limit_that_was_met_has_a_remedy(number: int) -> None:
     assert by_number == f"[Errno {number}] it broke. {remedy}"
 
 
+def _start_without_process(monkeypatch: pytest.MonkeyPatch, wire: Any) -> None:
+    """Call `start_rank` in this process, which it would otherwise make its own."""
+    for name in ("setsid", "set_inheritable"):
+        monkeypatch.setattr(os, name, lambda *_: None)
+    monkeypatch.setattr(sys, "excepthook", sys.excepthook)
+    monkeypatch.setattr(signal, "signal", lambda *_: None)
+    bootstrap.start_rank("a:b", cast(Any, SimpleNamespace(held="")), wire, None)
+
+
+def test_a_rank_without_a_directory_says_why_and_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    sent: list[Any] = []
+
+    def refuse(spec: object) -> Never:
+        raise FileNotFoundError(errno.ENOENT, "No such file")
+
+    monkeypatch.setattr(bootstrap, "_take_over", refuse)
+    _start_without_process(monkeypatch, SimpleNamespace(fileno=lambda: 0, send=sent.append))
+    assert sent == [(StartFailed("The directory that pytest runs in is gone"),)]
+
+
 def test_a_rank_that_cannot_join_says_why_and_ends(monkeypatch: pytest.MonkeyPatch) -> None:
     said: list[str] = []
 
@@ -52,16 +73,10 @@ def test_a_rank_that_cannot_join_says_why_and_ends(monkeypatch: pytest.MonkeyPat
         raise SystemExit(code)
 
     rank = SimpleNamespace(join=refuse, fail_to_start=said.append, run=lambda **_: said.append("runs"))
-    for name in ("setsid", "set_inheritable"):
-        monkeypatch.setattr(os, name, lambda *_: None)
     monkeypatch.setattr(os, "_exit", end)
-    monkeypatch.setattr(sys, "excepthook", sys.excepthook)
-    monkeypatch.setattr(signal, "signal", lambda *_: None)
     monkeypatch.setattr(bootstrap, "_take_over", lambda spec: None)
     monkeypatch.setattr(pkgutil, "resolve_name", lambda name: lambda spec, wire: rank)
-    spec: Any = SimpleNamespace(held="")
-    wire: Any = SimpleNamespace(fileno=lambda: 0)
     with pytest.raises(SystemExit) as ended:
-        bootstrap.start_rank("a:b", spec, wire, None)
+        _start_without_process(monkeypatch, SimpleNamespace(fileno=lambda: 0))
     assert ended.value.code == 1
     assert said == ["it could not join its process group: RuntimeError: no route"]

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import errno
 import getpass
 import re
 from pathlib import Path
 from types import SimpleNamespace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
@@ -16,6 +17,7 @@ from lockstep.launch.processes import ProcessLauncher, RankProgram
 from suites.selftest.project import HEADER
 
 if TYPE_CHECKING:
+    from lockstep.specification import RankSpec
     from suites.selftest.project import Project
 
 CHANGING = (
@@ -175,6 +177,25 @@ def test_a_server_that_dies_has_ended_before_the_next_start(monkeypatch: pytest.
     with pytest.raises(LaunchError, match="died while starting rank 0: it wrote no output"):
         launcher._start_one(SimpleNamespace(rank=0), None)  # type: ignore[arg-type]
     assert [*looks] == []
+
+
+def test_ranks_that_have_started_end_where_another_cannot(monkeypatch: pytest.MonkeyPatch) -> None:
+    launcher = ProcessLauncher("forkserver", RankProgram("lockstep.rank:RankSession"))
+    ended: list[str] = []
+
+    def start_one(spec: RankSpec, wire: object) -> Any:
+        if spec.rank == 2:
+            raise OSError(errno.EIO, "it broke")
+        return SimpleNamespace(
+            kill=lambda: ended.append(f"kill {spec.rank}"), close=lambda: ended.append(f"close {spec.rank}")
+        )
+
+    monkeypatch.setattr(launcher, "make_ready", lambda deadline: None)
+    monkeypatch.setattr(launcher, "_start_one", start_one)
+    specs: Any = [SimpleNamespace(rank=rank) for rank in range(3)]
+    with pytest.raises(LaunchError, match=re.escape("[Errno 5] it broke")):
+        launcher.start(specs, deadline=0.0)
+    assert ended == ["kill 0", "close 0", "kill 1", "close 1"]
 
 
 @pytest.mark.parametrize(

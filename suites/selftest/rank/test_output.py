@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import io
 import re
+import sys
 import threading
 from pathlib import Path
 
 import pytest
 
+from lockstep.rank.item import StreamGuard
 from lockstep.rank.output import PrefixedStream
 from suites.selftest.project import WITHOUT_PLUGINS, Project, Run, copy_project, run_pytest
 
@@ -240,3 +242,21 @@ def test_what_a_thread_prints_in_between_is_not_lost() -> None:
     stream.write(Interrupted("ended\n"))
     other.join()
     assert below.getvalue() == "rank 3: begun, ended\nrank 3: of the other\n"
+
+
+def test_a_stream_that_a_test_replaces_goes_back_and_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    before, of_fixture, of_test = io.StringIO(), io.StringIO(), io.StringIO()
+    monkeypatch.setattr(sys, "stdout", before)
+    monkeypatch.setattr(sys, "stderr", before)
+    guard = StreamGuard()
+    guard.before()
+    sys.stderr = of_fixture
+    guard.before_call()
+    sys.stdout = of_test
+    teardown = guard.pytest_runtest_teardown()
+    next(teardown)
+    with pytest.raises(StopIteration):
+        next(teardown)
+    assert (sys.stdout, sys.stderr) == (before, of_fixture)
+    assert guard.take_notes() == [f"sys.stdout replaced by {of_test!r}"]
+    assert guard.take_notes() == []

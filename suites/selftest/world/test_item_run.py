@@ -12,12 +12,24 @@ from multiprocessing.connection import Connection
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
 from pluggy import HookRelay, PluginManager
 
 from lockstep import feature_hooks
+from lockstep.exceptions import WorldError
 from lockstep.flight_entries import DEFAULT_GROUP, FlightRecord
 from lockstep.launch.processes import RankProcess
-from lockstep.protocol import AbortGroup, Collecting, Finished, Issued, Probe, RankStatus, Reported, RunItem
+from lockstep.protocol import (
+    AbortGroup,
+    Collecting,
+    Finished,
+    Issued,
+    Probe,
+    RankStatus,
+    Reported,
+    RunItem,
+    StartFailed,
+)
 from lockstep.world import clock, standstill
 from lockstep.world.handle import RankHandle
 from lockstep.world.item_run import ItemRun
@@ -123,6 +135,13 @@ def test_a_rank_that_imports_for_ever_is_reported_with_its_file(monkeypatch: Any
     (rank,) = _run(SilentRank(ours), 0.1).ranks
     assert isinstance(rank.fate, Stuck)
     assert rank.fate.importing == "test_endless.py"
+
+
+def test_a_rank_that_leaves_its_session_says_why() -> None:
+    ours, theirs = multiprocessing.Pipe()
+    theirs.send((StartFailed("pytest ended with status 4"),))
+    with pytest.raises(WorldError, match="rank 0 ended its session: pytest ended with status 4"):
+        _run(SilentRank(ours), 5)
 
 
 def test_a_rank_that_a_debugger_has_attached_to_is_not_stopped() -> None:
