@@ -7,6 +7,7 @@ import re
 import pytest
 
 from lockstep.features.causes.causes import Ran, cause_of, narrow
+from lockstep.features.causes.summary import Failed
 from suites.selftest.project import PROJECTS, Project, line_of
 
 FILE = PROJECTS / "many_failures" / "test_many.py"
@@ -77,6 +78,17 @@ def test_a_cause_is_narrowed_to_what_its_failures_share_and_others_lack() -> Non
     assert narrow(slow + quick[1:], slow + quick).arguments == ("t", "-k", "bf16")
     assert narrow(quick, slow + quick).num_selected == 4
     assert narrow(ran("t/a.py::test_1", "u/a.py::test_1"), slow).arguments == ()
+
+
+def test_a_command_names_what_is_above_a_failure_as_the_command_line_did() -> None:
+    (test,) = ran("t/a/test_b.py::test_1")
+    of_module = Failed(test, "pkg.a.test_b::test_1", is_module=True)
+    assert of_module.command_of("t/a/test_b.py::test_1") == ["--pyargs", "pkg.a.test_b::test_1"]
+    assert of_module.command_of("t/a") == ["--pyargs", "pkg.a"]
+    assert of_module.command_of("t") == ["--pyargs", "pkg"]
+    of_file = Failed(test, "a/test_b.py::test_1", is_module=False)  # pytest was started in t
+    assert of_file.command_of("t/a") == ["a"]
+    assert of_file.command_of("t") == []
 
 
 @pytest.mark.parametrize(

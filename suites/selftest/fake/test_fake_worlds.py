@@ -69,7 +69,10 @@ def test_the_option_runs_what_needs_no_values(tmp_path: Path) -> None:
     skipped = (
         "skipped: the test needs that a rank receives what the others have sent, which fake does not offer"
     )
+    own_group = "skipped: the test makes its own group (group=False), and a fake world has one"
     assert {name: run.outcome(name) for name in run.cases} == {
+        "test_makes_its_group[rank-0-of-2]": own_group,
+        "test_makes_its_group[rank-1-of-2]": own_group,
         "test_needs_nothing[rank-0-of-2]": "passed",
         "test_needs_nothing[rank-1-of-2]": "passed",
         "test_needs_values[rank-0-of-2]": skipped,

@@ -104,6 +104,10 @@ WRONG = {
         "@pytest.mark.layouts(dp=(1, 2), both_orders=True, fresh=True)\ndef test_x(layout):\n    pass\n",
         "layouts(both_orders=True): True or False, and not with fresh=True: new processes have no state of",
     ),
+    "place": (
+        "@pytest.mark.layouts(dp=(1, 2), backend='fake', as_rank=(0, 1))\ndef test_x(layout):\n    pass\n",
+        "layouts(as_rank=(0, 1)): one rank, which each layout runs as",
+    ),
     "sizes": (
         "@pytest.mark.layouts(dp=2)\ndef test_x(layout):\n    pass\n",
         "layouts(dp=2): no option of this name, nor sizes of an axis, which are a tuple of different whole "

@@ -71,6 +71,7 @@ def test_the_name_loses_its_beginning_and_the_words_their_end() -> None:
     assert fit("tests/test_a.py::test_b", "12 s of 60 s", 30) == "..t_a.py::test_b  12 s of 60 s"
     assert fit("tests/test_a.py::test_b", "12 s of 60 s, 3 failed", 30) == "..py::test_b  12 s of 60 s, .."
     assert width("日本") == 4
+    assert width("e\N{COMBINING ACUTE ACCENT}") == 1
     assert fit("日本日本日本日本日本", "12 s", 18) == "..本日本日本  12 s"
 
 

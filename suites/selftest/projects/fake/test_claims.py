@@ -15,6 +15,11 @@ def test_needs_values(world):
     assert world.gather(world.rank) == [0, 1]
 
 
+@pytest.mark.ranks(2, needs=(), group=False)
+def test_makes_its_group():
+    raise NotImplementedError
+
+
 @pytest.mark.ranks(3, needs=())
 @given(st.integers(0, 9))
 def test_property(world, number):
