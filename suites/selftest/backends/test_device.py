@@ -75,3 +75,19 @@ def test_ranks_are_spread_over_the_devices_of_their_world(
 ) -> None:
     """They see no others, where a variable of the type's maker can say so."""
     assert [Device(type).of_rank(rank, names).index for rank in range(3)] == indices
+
+
+def test_a_device_has_the_name_that_the_variable_of_its_type_gives(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Device, "count", lambda _: 2)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    assert Device("cuda").names() == ("0", "1")
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "GPU-a, GPU-b,wrong")
+    assert Device("cuda").names() == ("GPU-a", "GPU-b")
+    assert Device("mtia").names() == ("0", "1")
+
+
+def test_types_of_devices_have_their_words_and_backends() -> None:
+    assert [Device(type).unit for type in ("cuda", "xpu", "mtia")] == ["GPU", "GPU", "mtia device"]
+    assert [Device(type).default_backend for type in ("cpu", "cuda")] == ["gloo", "nccl"]
+    assert Device("nonsense").count() == 0
+    assert [Device(type).has_module for type in ("cpu", "nonsense")] == [True, False]

@@ -7,7 +7,7 @@ import re
 import pytest
 
 from lockstep.features.causes.causes import Ran, cause_of, narrow
-from lockstep.features.causes.summary import Failed
+from lockstep.features.causes.summary import Cause, Failed, lines
 from suites.selftest.project import PROJECTS, Project, line_of
 
 FILE = PROJECTS / "many_failures" / "test_many.py"
@@ -89,6 +89,27 @@ def test_a_command_names_what_is_above_a_failure_as_the_command_line_did() -> No
     of_file = Failed(test, "a/test_b.py::test_1", is_module=False)  # pytest was started in t
     assert of_file.command_of("t/a") == ["a"]
     assert of_file.command_of("t") == []
+
+
+def test_the_most_frequent_causes_are_shown_with_one_command_for_all_if_there_is_one() -> None:
+    tests = ran("test_a.py::test_1", "test_a.py::test_2", "b/test_b.py::test_3", "test_c.py::test_4")
+    failed = [Failed(each, each.nodeid, is_module=False) for each in tests]
+    causes = [
+        Cause("test_a.py:7", "ValueError", failed[:2], "python -m pytest -- test_a.py::test_1 -x", ("-x",)),
+        Cause("", "OSError", failed[2:], "pytest b/test_b.py::test_3"),
+        Cause("", "KeyError", failed[2:3], "pytest b/test_b.py::test_3"),
+    ]
+    shown = [
+        "    2 at test_a.py:7: ValueError",
+        "      one of them: python -m pytest -- test_a.py::test_1 -x",
+        "      all of them: python -m pytest -- test_a.py -x",
+        "    2: OSError",
+        "      one of them: pytest b/test_b.py::test_3",
+    ]
+    end = ["      and 1 cause more: --causes=all"]
+    assert [*lines(causes, tests, 2)] == ["", "5 failures, 3 causes:", *shown, *end]
+    others = [*shown, "    1: KeyError", "      one of them: pytest b/test_b.py::test_3"]
+    assert [*lines(causes, tests, None)] == ["", "5 failures, 3 causes:", *others]
 
 
 @pytest.mark.parametrize(
