@@ -64,7 +64,7 @@ class EndedGroups:
     def _tolerant(self, destroy: Callable[..., None]) -> Callable[..., None]:
         @functools.wraps(destroy)
         def wrapper(group: Any = None) -> None:
-            if group is None or self._groups is None or group not in self._groups:
+            if self._groups is None or group not in self._groups:
                 destroy(group)
 
         return wrapper
