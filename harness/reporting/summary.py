@@ -1,4 +1,4 @@
-"""The end of a run: subtests that have passed on ranks are counted, and a `--subtest` without a case is no success.
+"""The end of a run: subtests of ranks are counted, and a `--subtest` that chooses no case is no success.
 
 Runs in the controller, and in the main process of pytest-xdist; must not import torch.
 """
@@ -12,6 +12,8 @@ import pytest
 from lockstep.protocol import OF_RANKS
 from lockstep.subtests import NO_CASE_OF
 
+_OF_NO_TEST = {"", "skipped", "deselected", "warnings"}
+"""Kinds of reports that there are where no test has run."""
 SUBTESTS = "subtests passed"
 """pytest's words for those that it counts under `-v` and `-q`, and not otherwise."""
 
@@ -35,7 +37,7 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
 
 def _unmatched(reporter: pytest.TerminalReporter) -> list[str]:
     """Return why tests were skipped, if all were as `--subtest` chose none of their cases."""
-    if not reporter.config.getoption("subtest") or reporter.stats.keys() - {"", "skipped", "deselected", "warnings"}:
+    if not reporter.config.getoption("subtest") or reporter.stats.keys() - _OF_NO_TEST:
         return []
     skipped = [report.longrepr for report in reporter.stats.get("skipped", ())]
     reasons = [why[2].removeprefix("Skipped: ") for why in skipped if isinstance(why, tuple)]
