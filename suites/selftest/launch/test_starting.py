@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import getpass
+import os
 import re
 from pathlib import Path
 from types import SimpleNamespace
@@ -177,6 +178,26 @@ def test_a_server_that_dies_has_ended_before_the_next_start(monkeypatch: pytest.
     with pytest.raises(LaunchError, match="died while starting rank 0: it wrote no output"):
         launcher._start_one(SimpleNamespace(rank=0), None)  # type: ignore[arg-type]
     assert [*looks] == []
+
+
+@pytest.mark.parametrize(
+    ("is_server", "error", "words"),
+    [
+        (True, RuntimeError("it broke"), "RuntimeError: it broke"),
+        (True, EOFError("no more"), "EOFError: no more"),
+        (False, OSError(errno.EIO, "it broke"), "[Errno 5] it broke"),
+        (False, EOFError("the controller has gone away"), ""),
+    ],
+)
+def test_the_last_words_of_a_server_and_its_forks_are_read_once(
+    is_server: bool, error: Exception, words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ended: list[int] = []
+    monkeypatch.setattr(os, "_exit", ended.append)
+    server_pid = os.getpid() if is_server else os.getppid()
+    server._write_last_words(server_pid, str(tmp_path), type(error), error)
+    assert ended == [1]
+    assert [server.last_words(str(tmp_path)) for _ in range(2)] == [words, ""]
 
 
 def test_ranks_that_have_started_end_where_another_cannot(monkeypatch: pytest.MonkeyPatch) -> None:
