@@ -9,6 +9,7 @@ import pytest
 from lockstep.flight_entries import DEFAULT_GROUP
 from lockstep.protocol import Issued, RankStatus, State
 from lockstep.world.diagnosis import Diagnosis, diagnose, find_mismatch, in_flight, name_of, place_of
+from lockstep.world.standstill import Standstill
 
 PLACE = "test_a.py:7 in test_a"
 
@@ -291,3 +292,43 @@ def test_groups_that_share_a_name_are_counted_each_from_its_own_beginning() -> N
     found = diagnosis_of(first, doing(state="idle"), other, doing(state="idle"))
     assert found.sentence.startswith("rank 0 waits in barrier #1 ")
     assert found.blame == {1, 3}
+
+
+def test_a_suspicion_is_confirmed_when_it_comes_twice_in_a_row() -> None:
+    one = diagnosis_of(doing(issued("all_reduce", 1)), doing(issued("barrier", 1, ())))
+    other = diagnosis_of(doing(issued("all_gather", 1)), doing(issued("barrier", 1, ())))
+    standstill = Standstill()
+    found = [standstill.confirm(each) for each in (one, other, other, None, other, None, None)]
+    assert found == [False, False, True, False, False, False, False]
+    standstill.confirm(one)
+    standstill.forget_suspicion()
+    assert not standstill.confirm(one)
+
+
+def test_a_case_is_ended_alone_once_and_anything_else_with_the_item() -> None:
+    found = diagnosis_of(doing(issued("all_reduce", 1)), doing(issued("barrier", 1, ())))
+    standstill = Standstill()
+    assert standstill.abort("n=1", found)
+    assert (standstill.cases, standstill.aborted, standstill.diagnosis) == ({"n=1": found}, "n=1", None)
+    assert not standstill.abort("n=1", found)
+    assert standstill.diagnosis == found
+    of_item = Standstill()
+    assert not of_item.abort("", found)
+    assert (of_item.cases, of_item.diagnosis) == ({}, found)
+
+
+def test_failed_cases_of_ranks_that_called_other_collectives_are_mismatches() -> None:
+    standstill = Standstill()
+    known = diagnosis_of(doing(issued("all_gather", 1)), doing(issued("barrier", 1, ())))
+    standstill.abort("n=1", known)
+    for case in ("n=1", "n=2"):
+        standstill.note_failure(case, 0, doing(issued("all_reduce", 1, in_flight=False)))
+        standstill.note_failure(case, 1, doing(issued("barrier", 1, (), in_flight=False)))
+    for rank in (0, 1):
+        standstill.note_failure("n=3", rank, doing(issued("all_reduce", 2, in_flight=False)))
+    standstill.compare_failed_cases(2)
+    assert standstill.cases.keys() == {"n=1", "n=2"}
+    assert standstill.cases["n=1"] == known
+    assert standstill.cases["n=2"].sentence == (
+        "mismatch: rank 0 was in all_reduce #1 (float [3]) while rank 1 was in barrier #1 (float [])"
+    )
