@@ -1,12 +1,18 @@
 """The first place where two runs, or two ranks, part: as the report of a failed test says it."""
 
 import re
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from lockstep.assertions.divergence import describe_ranks, shortened
+from lockstep.exceptions import WorldError
+from lockstep.features.divergence import FEATURE
+from lockstep.features.divergence.recorded_run import diverged_case, run_recorded
+from lockstep.protocol import REPORT_PARTS, Finished, RunItem
 from lockstep.recorders import Event
+from lockstep.world.outcome import ItemOutcome, RankOutcome
 from suites.selftest.project import line_of
 
 PLACE = {
@@ -160,3 +166,69 @@ def test_a_rank_whose_tensor_has_another_shape_is_described_by_it():
 def test_a_message_of_many_lines_is_its_first_one_and_how_many_follow() -> None:
     assert shortened("rank 1 differs") == "rank 1 differs"
     assert shortened("rank 1 differs\nby 2\nat 3") == "rank 1 differs (and 2 lines more)"
+
+
+def outcome(*reports, timed_out=False):
+    """The outcome of an item on one rank."""
+    rank = RankOutcome(0, list(reports), fate=None if timed_out else Finished(True, 0, 0))
+    return ItemOutcome((rank,), 1.0, timed_out, 1.0)
+
+
+def failed(message, case=None):
+    parts = {} if case is None else {REPORT_PARTS: {FEATURE: case}}
+    return {"outcome": "failed", "longrepr": {"reprcrash": {"message": message}}, **parts}
+
+
+@pytest.mark.parametrize(
+    ("recorded", "note"),
+    [
+        (WorldError("no room"), "the test could not run again, with recording: no room"),
+        (pytest.fail.Exception("too late"), "the test could not run again, with recording: too late"),
+        (outcome(timed_out=True), "the test ran again, with recording, and did not end before its deadline"),
+        (
+            outcome({"outcome": "passed"}),
+            "the test ran again, with recording, and passed: the divergence",
+        ),
+        (
+            outcome(
+                failed("RuntimeError: gloo: Connection closed by peer [127.0.0.1]:1"),
+                failed("ValueError: other\nmore"),
+            ),
+            "the test ran again, with recording, and did not come to this assertion: it failed in another "
+            "way: ValueError: other",
+        ),
+        (
+            ItemOutcome((RankOutcome(0),), 1.0, timed_out=False, seconds=1.0),
+            "the test ran again, with recording, and did not come to this assertion: it failed in another",
+        ),
+    ],
+    ids=["world", "deadline-of-a-plugin", "late", "passes", "fails-otherwise", "dies"],
+)
+def test_a_recorded_run_without_explanation_says_why(recorded, note):
+    def run(order):
+        assert (order.next_item, order.shared_tmp_path) == (None, f"/shared/1-{FEATURE}")
+        if isinstance(recorded, BaseException):
+            raise recorded
+        return recorded
+
+    first = outcome(failed("differs", case=""))
+    order = RunItem("test_a.py::test_a", "test_a.py", ("test_a.py::test_b", "test_a.py"), "/shared/1")
+    assert run_recorded(None, order, first, diverged_case(first), run) is first
+    (said,) = first.parts[FEATURE].values()
+    assert said.startswith(note)
+    assert "\n" not in said
+
+
+def test_reports_of_a_recorded_run_take_the_place_of_those_of_the_same_case():
+    ordinary = {"outcome": "passed"}
+    first = outcome(ordinary, failed("differs", case="n=2"), failed("differs", case="n=1"))
+    recorded = outcome(ordinary, failed("differs at step 0", case="n=1"))
+    order = RunItem("test_a.py::test_a", "test_a.py", None, "")
+    orders = []
+    run_recorded(SimpleNamespace(stash={}), order, first, "n=1", lambda each: orders.append(each) or recorded)
+    assert [each.shared_tmp_path for each in orders] == [""]
+    found = [report["longrepr"]["reprcrash"]["message"] for report in first.ranks[0].reports[1:]]
+    assert found == ["differs", "differs at step 0"]
+    assert first.ranks[0].reports[0] is ordinary
+    assert FEATURE not in first.parts
+    assert diverged_case(outcome(ordinary)) is None
