@@ -12,6 +12,13 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:.*is deprecated.*:FutureWarning"),
 ]
 
+
+def options(op: dist.ReduceOp.RedOpType) -> dist.AllreduceOptions:
+    chosen = dist.AllreduceOptions()
+    chosen.reduceOp = op
+    return chosen
+
+
 WRONG = {
     "output of all_gather_into_tensor": (
         lambda g: dist.all_gather_into_tensor(torch.empty(7), torch.ones(4), group=g),
@@ -58,6 +65,26 @@ WRONG = {
     "bitwise operation of floats": (
         lambda g: dist.all_reduce(torch.ones(4), dist.ReduceOp.BAND, group=g),
         "BAND.*float32",
+    ),
+    "extreme of complex numbers": (
+        lambda g: g.allreduce([torch.ones(4, dtype=torch.complex64)], options(dist.ReduceOp.MAX)),
+        "all_reduce: MAX has no meaning for torch.complex64",
+    ),
+    "mean of bool": (
+        lambda g: dist.all_reduce(torch.ones(4, dtype=torch.bool), dist.ReduceOp.AVG, group=g),
+        "all_reduce: AVG needs numbers, not torch.bool",
+    ),
+    "output of another dtype": (
+        lambda g: g.all_gather_single(torch.empty(8, dtype=torch.int32), torch.ones(4)),
+        "all_gather_single: its tensors have different dtypes, torch.float32 and torch.int32",
+    ),
+    "rank of send": (
+        lambda g: g.send([torch.ones(4)], 2),
+        "cannot send to rank 2 of group .*: it has 2",
+    ),
+    "message to oneself": (
+        lambda g: g.recv([torch.ones(4)], g.rank()),
+        r"rank \d of group .* cannot receive from itself",
     ),
     "sum of float8": (
         lambda g: dist.all_reduce(torch.ones(4).to(torch.float8_e4m3fn), group=g),
