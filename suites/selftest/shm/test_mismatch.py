@@ -101,6 +101,16 @@ PAIRS = {
         lambda g: dist.all_reduce_coalesced([ones(4)], group=g),
         ("2 tensors", "4 float32"),
     ),
+    "one of many tensors": Pair(
+        lambda g: dist.all_reduce_coalesced([ones(2)] * 41, group=g),
+        lambda g: dist.all_reduce_coalesced([ones(2)] * 40 + [ones(3)], group=g),
+        ("82 elements in many tensors float32", "83 elements in many tensors float32"),
+    ),
+    "order of many tensors": Pair(
+        lambda g: dist.all_reduce_coalesced([ones(2)] * 40 + [ones(3)], group=g),
+        lambda g: dist.all_reduce_coalesced([ones(3)] + [ones(2)] * 40, group=g),
+        ("83 elements in many tensors float32",),
+    ),
 }
 
 
