@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+import errno
 import os
 import threading
 import time
@@ -185,7 +186,7 @@ def test_a_control_group_may_leave_less_memory(
 
 
 def test_a_segment_too_large_says_how_much_and_for_what() -> None:
-    with pytest.raises(ShmError, match=r"all_reduce needs 1024 TiB .*`ulimit -v`"):
+    with pytest.raises(ShmError, match=r"all_reduce needs 1024 TiB .*iB are left.*`ulimit -v`"):
         Arena().take(1 << 50, "all_reduce")
 
 
@@ -267,6 +268,15 @@ def test_allocated_memory_comes_back_with_its_last_tensor(pair: list[Collectives
     assert kept[0].fill_(3).sum() == 3 << 16
 
 
+def test_memory_that_was_lent_when_an_arena_closed_does_not_come_back() -> None:
+    arena = Arena()
+    lent = arena.lend(4, torch.float32, "a buffer")
+    arena.close()
+    del lent
+    arena.take_back([])
+    assert arena.nbytes == 0
+
+
 def test_ranks_that_read_nothing_more_leave_at_once(pair: list[Collectives]) -> None:
     for end in pair:
         end.all_reduce(torch.ones(1 << 16), 0)  # no rank waits for it
@@ -314,6 +324,22 @@ def test_a_handler_of_a_signal_may_abort_while_the_rank_rings(pair: list[Collect
         pool.submit(interrupted).result(5)
     with pytest.raises(GroupAborted, match="rank 0"):
         pair[1].barrier().complete()
+
+
+@pytest.mark.parametrize("number", [errno.ENOENT, errno.EACCES])
+def test_what_a_peer_posted_and_cannot_be_mapped_is_an_error_of_the_call(
+    pair: list[Collectives], monkeypatch: pytest.MonkeyPatch, number: int
+) -> None:
+    def refuse(*args: object) -> Segment:
+        raise OSError(number, "not here")
+
+    waiting = [end.all_reduce(torch.ones(1 << 16), 0) for end in pair]
+    monkeypatch.setattr(Segment, "open", refuse)
+    with pytest.raises(
+        ShmError, match=r"^rank 1 .* of group g has posted \d+ bytes that cannot be mapped"
+    ) as error:
+        waiting[0].complete()
+    assert type(error.value) is (PeerLost if number == errno.ENOENT else ShmError)
 
 
 def test_two_threads_may_map_the_memory_of_a_peer(
