@@ -94,6 +94,13 @@ def test_avg_is_the_sum_divided_once(world, group, dtype):
 
 
 @pytest.mark.parametrize("backend", ["shm"])
+@pytest.mark.ranks(2)
+def test_the_mean_of_integers_is_rounded_towards_zero(world, group):
+    dist.all_reduce(tensor := torch.tensor([3 + world.rank, -3 - world.rank]), AVG, group=group)
+    assert tensor.tolist() == [3, -3]
+
+
+@pytest.mark.parametrize("backend", ["shm"])
 @pytest.mark.parametrize("dtype", [*LOW, *REAL], ids=names([*LOW, *REAL]))
 @pytest.mark.ranks(2)
 def test_premul_sum_scales_before_the_sum(world, group, dtype):
