@@ -149,6 +149,18 @@ def test_monitored_barrier_of_all_ranks_names_each_missing(world):
     dist.destroy_process_group(group)
 
 
+@pytest.mark.ranks(2)
+def test_a_barrier_may_have_its_own_timeout(world):
+    group = dist.new_group(backend="shm")
+    if world.rank == 0:
+        options = dist.BarrierOptions()
+        options.timeout, options.asyncOp = timedelta(seconds=0.2), False
+        with pytest.raises(dist.DistError, match=r"barrier .* timed out after 0\.2 s: .*rank 1"):
+            group.barrier(options)
+    dist.barrier()
+    dist.destroy_process_group(group)
+
+
 @only_shm
 @pytest.mark.ranks(2)
 def test_the_backend_of_a_group_is_the_group(world, group):
