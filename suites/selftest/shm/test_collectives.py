@@ -144,6 +144,17 @@ def test_all_reduce_coalesced_of_two_dtypes_sums_each(world, group):
 
 @only_shm
 @pytest.mark.ranks(2)
+def test_coalesced_collectives_of_two_dtypes_move_each(world, group):
+    pieces = [torch.full((1,), world.rank + 1.0), torch.full((2,), world.rank + 1)]
+    wholes = [torch.empty(2), torch.empty(4, dtype=torch.int64)]
+    group.all_gather_single_coalesced(wholes, pieces).wait()
+    assert [whole.tolist() for whole in wholes] == [[1.0, 2.0], [1, 1, 2, 2]]
+    group.reduce_scatter_single_coalesced(pieces, wholes).wait()
+    assert [piece.tolist() for piece in pieces] == ([[2.0], [2, 2]], [[4.0], [4, 4]])[world.rank]
+
+
+@only_shm
+@pytest.mark.ranks(2)
 def test_all_reduce_coalesced_scales_each_before_the_sum(world, group):
     tensors = [torch.full((2,), world.rank + 1.0), torch.full((1,), 10.0)]
     dist.all_reduce_coalesced(tensors, dist._make_nccl_premul_sum(0.5), group=group)
