@@ -11,6 +11,7 @@ TESTS = """
 import os
 import signal
 import subprocess
+import warnings
 
 import pytest
 
@@ -38,6 +39,13 @@ def test_values(world):
 
 def test_leaks():
     subprocess.Popen(["sleep", "300"])
+
+
+def test_warning():
+    class Local(Warning):
+        pass
+
+    warnings.warn("of the test", Local)
 
 
 def test_state_of_one(world):
@@ -84,6 +92,10 @@ def test_a_leak_of_all_ranks_is_one_warning(output: str) -> None:
     (line,) = (line for line in output.splitlines() if "RankLeakWarning" in line)
     assert "RankLeakWarning: the test left behind process " in line
     assert line.endswith("(sleep 300), which was ended (rank 0; the others differ from it in numbers alone)")
+
+
+def test_a_warning_whose_class_only_ranks_know_has_its_name(output: str) -> None:
+    assert output.count("UserWarning: test_warning.<locals>.Local: of the test\n") == 1
 
 
 def test_ranks_are_named_where_they_differ(output: str) -> None:
