@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Literal
 
 import pytest
 
+from lockstep.controller.pytest_internals import add_failed_tear_down
 from suites.selftest.project import Project, Run, copy_project, run_pytest
 
 
@@ -103,6 +105,19 @@ def test_a_fixture_kept_for_an_item_that_runs_elsewhere_ends(
     assert outcomes["test_second.py::test_b"] == "PASSED"
     assert "test_first.py::test_elsewhere" not in outcomes
     assert (hooked.path / "ended.txt").read_text() == "test_first test_second "
+
+
+@pytest.mark.parametrize("on_ranks", ["passed", "failed"])
+def test_a_wide_fixture_that_fails_in_tear_down_hides_no_failure_of_ranks(
+    request: pytest.FixtureRequest, on_ranks: Literal["passed", "failed"]
+) -> None:
+    item = request.node
+    reports = [pytest.TestReport("id", item.location, {}, on_ranks, "of ranks", "teardown")]
+    add_failed_tear_down(item, pytest.CallInfo.from_call(lambda: [].pop(), "teardown"), reports)
+    assert {report.outcome for report in reports} == {"failed"}
+    assert ["pop from empty list" in report.longreprtext for report in reports] == (
+        [True] if on_ranks == "passed" else [False, True]
+    )
 
 
 def test_attributes_of_reports_by_hooks_reach_the_controller(
