@@ -228,8 +228,6 @@ def _literal(value: Any) -> str:
             return f'float("{value}")'
         case dist.ProcessGroup():
             return f"<group {value.group_name}>"
-        case type():
-            return value.__name__
         case _ if callable(value):
             return _name(value)
         case _:
