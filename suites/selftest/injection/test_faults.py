@@ -6,14 +6,15 @@ import datetime
 import functools
 import re
 from collections.abc import Callable
+from typing import Literal
 from unittest.mock import Mock
 
 import pytest
 import torch
 import torch.distributed as dist
 
-from lockstep.features.injection.faults import Fault
-from lockstep.features.injection.injector import Faults
+from lockstep.features.injection.faults import Fault, corrupt
+from lockstep.features.injection.injector import Faults, Injection
 from lockstep.features.injection.work import Watched
 from suites.selftest.project import PROJECTS, Run, line_of
 
@@ -109,6 +110,10 @@ WRONG = (
     "rank",
     "both",
     "seconds",
+    "no name",
+    "ever",
+    "overflow",
+    "no digits",
     "op",
     "before",
     "error",
@@ -116,6 +121,7 @@ WRONG = (
     "group",
     "where",
     "value",
+    "too wide",
     "text",
     "output",
     "no text",
@@ -162,6 +168,15 @@ MISUSED: list[tuple[Callable[[Faults], object], str]] = [
         lambda faults: faults.drop(op=["barrier"]),  # type: ignore[arg-type]
         "faults.drop(op=['barrier'], nth=1): op is the name of an operation, such as 'all_reduce'",
     ),
+    (
+        lambda faults: Fault("lose", 1),  # type: ignore[arg-type]
+        "faults.lose(rank=1, nth=1): the kinds of faults are delay, fail, kill, stop, hang, corrupt, drop",
+    ),
+    (lambda faults: Fault("kill", value=1), "faults.kill(nth=1, value=1): value= is for faults.corrupt"),
+    (
+        lambda faults: Fault("drop", error=OSError),
+        "faults.drop(nth=1, error=OSError): error= is for faults.fail",
+    ),
     (lambda faults: faults.inject("x"), f"faults.inject('x'): {A_FAULT}"),  # type: ignore[arg-type]
     (lambda faults: faults.inject(None), f"faults.inject(None): {A_FAULT}"),  # type: ignore[arg-type]
     (
@@ -177,6 +192,58 @@ def test_a_call_that_makes_no_fault_names_the_method(
 ) -> None:
     with pytest.raises((TypeError, ValueError), match=f"^{re.escape(message)}$"):
         misuse(Faults(Mock(), Mock(), Mock()))
+
+
+AFTER_A_DEATH: list[tuple[Fault, type[Exception], str]] = [
+    (
+        Fault("delay", 1, seconds=1),
+        ValueError,
+        "faults.delay(rank=1, nth=1, seconds=1): rank 1 has died; rank= is a number of the fixture `world`, "
+        "of which these are left: 0, 2",
+    ),
+    (
+        Fault("hang", 2),
+        RuntimeError,
+        "faults.hang(rank=2, nth=1): a rank has died, and no standstill is found before the others have "
+        "called world.rebuild()",
+    ),
+]
+
+
+@pytest.mark.parametrize(("fault", "kind", "message"), AFTER_A_DEATH, ids=["dead", "hang"])
+def test_a_fault_that_makes_no_sense_after_a_death_is_refused(
+    fault: Fault, kind: type[Exception], message: str
+) -> None:
+    faults = Faults(Mock(dead={1}, left_behind=set()), Mock(size=3, rank=0), Mock())
+    with pytest.raises(kind, match=f"^{re.escape(message)}$"):
+        faults.inject(fault)
+
+
+def test_a_rank_may_hang_in_a_world_without_the_dead_one() -> None:
+    faults = Faults(Mock(dead={1}, left_behind={1}), Mock(size=3, rank=0), Mock())
+    assert isinstance(faults.inject(Fault("hang", 2)), Injection)
+
+
+def test_a_rank_may_fail_after_the_death_of_another() -> None:
+    faults = Faults(Mock(dead={1}, left_behind=set()), Mock(size=3, rank=0), Mock())
+    assert isinstance(faults.inject(Fault("fail", 2)), Injection)
+
+
+def test_an_example_needs_all_ranks() -> None:
+    faults = Faults(Mock(dead={2, 1}), Mock(size=3, rank=0), Mock())
+    with (
+        pytest.raises(pytest.fail.Exception, match=r"^rank 1, 2 died, as the test expects"),
+        faults.example(),
+    ):
+        pass
+
+
+def test_a_value_that_a_dtype_does_not_have_is_refused() -> None:
+    numbers = torch.tensor([4, 8])
+    with pytest.raises(ValueError, match=r"^faults.corrupt\(value=0.5\): the output is of int64$"):
+        corrupt([numbers], 0.5)
+    corrupt([torch.ones(0), numbers], 3.0)
+    assert numbers.tolist() == [3, 8]
 
 
 def test_a_fake_world_is_refused(run: Run) -> None:
@@ -234,3 +301,16 @@ def test_a_fault_reads_as_a_line_and_as_a_call() -> None:
     assert str(Fault("drop", 0, where=torch.Tensor.dim)) == "rank 0 leaves out collective #1 where dim"
     partial = functools.partial(torch.Tensor.size, dim=0)
     assert str(Fault("drop", 0, where=partial)) == "rank 0 leaves out collective #1 where partial"
+    group = Mock(spec=dist.ProcessGroup, group_name="7")
+    fault = Fault("fail", group=group, where=torch.Tensor.dim, error=ValueError)
+    assert str(fault) == "every rank raises ValueError before collective #1 of group 7 where dim"
+    assert repr(fault) == "faults.fail(nth=1, group=<group 7>, where=dim, error=ValueError)"
+
+
+@pytest.mark.parametrize(
+    ("kind", "words"),
+    [("kill", "is killed (SIGKILL)"), ("stop", "is stopped (SIGSTOP)"), ("hang", "hangs")],
+)
+def test_a_fault_that_ends_a_rank_reads_as_a_line(kind: Literal["kill", "stop", "hang"], words: str) -> None:
+    assert str(Fault(kind, 1, before="barrier")) == f"rank 1 {words} before barrier #1"
+    assert str(Fault(kind, 1, after="any")) == f"rank 1 {words} after collective #1"
