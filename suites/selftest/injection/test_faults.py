@@ -5,6 +5,7 @@ from __future__ import annotations
 import datetime
 import functools
 import re
+import threading
 from collections.abc import Callable
 from typing import Literal
 from unittest.mock import Mock
@@ -289,6 +290,73 @@ def test_a_handle_that_is_polled_settles_without_asking_for_success() -> None:
     with pytest.raises(RuntimeError, match="lost"):
         failed.wait()
     assert settled == ["nccl"]
+
+
+def test_a_wait_with_a_timeout_is_that_of_the_collective() -> None:
+    work = Mock(spec=dist.Work)
+    watched, begun = Watched(work, [], begin_wait=lambda: begun.append(work.wait.call_count)), list[int]()
+    watched.wait(datetime.timedelta(seconds=3))
+    assert begun == []
+    watched.wait()
+    assert begun == [1]
+    assert [call.args for call in work.wait.call_args_list] == [
+        (datetime.timedelta(seconds=3),),
+        (datetime.timedelta(0),),
+    ]
+
+
+@pytest.mark.parametrize("method", ["synchronize", "block_current_stream"])
+def test_a_handle_that_orders_streams_settles(method: str) -> None:
+    settled: list[str] = []
+    work = Mock(spec=dist.Work)
+    for each in (work, None):
+        getattr(Watched(each, [], lambda: settled.append(method)), method)()
+    assert settled == [method, method]
+    getattr(work, method).assert_called_once_with()
+
+
+def test_a_handle_answers_what_the_collective_answers_until_it_is_released() -> None:
+    work = Mock(spec=dist.Work, _source_rank=lambda: 2)
+    work.is_success.return_value, work.exception.return_value = False, "lost"
+    watched = Watched(work, [])
+    assert not watched.is_success()
+    assert watched.exception() == "lost"
+    watched.wait()
+    assert watched.release()
+    assert watched.is_success()
+    assert watched.exception() is None
+    assert watched.source_rank() == 2
+
+
+def test_a_released_handle_has_its_outputs_as_long_as_others_hold_them() -> None:
+    tensors = [torch.ones(1), torch.ones(2)]
+    watched = Watched(None, list(tensors))
+    assert not watched.release()  # no one has waited for it
+    watched.wait()
+    assert watched.release()
+    assert all(one is other for one, other in zip(watched.result(), tensors, strict=True))
+    assert watched.get_future().wait()[1] is tensors[1]
+    del tensors[0]
+    with pytest.raises(RuntimeError, match=r"^the outputs of this collective were freed after it "):
+        watched.result()
+
+
+def test_a_handle_is_not_released_while_a_fault_holds_up_the_thread_that_waits() -> None:
+    holds, goes_on = threading.Event(), threading.Event()
+
+    def over() -> None:
+        holds.set()
+        goes_on.wait(60)
+
+    watched = Watched(None, [], over)
+    thread = threading.Thread(target=watched.wait)
+    thread.start()
+    holds.wait(60)
+    was_released = watched.release()
+    goes_on.set()
+    thread.join(60)
+    assert not was_released
+    assert watched.release()
 
 
 def test_a_fault_reads_as_a_line_and_as_a_call() -> None:
