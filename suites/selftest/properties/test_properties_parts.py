@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -18,11 +20,14 @@ from hypothesis.internal.conjecture.data import ConjectureData
 from lockstep.features.properties.attempt import Attempt
 from lockstep.features.properties.crashed import CrashGuard
 from lockstep.features.properties.crashed_examples import CrashSearch
+from lockstep.features.properties.desync import END, OutOfStep, describe_draws
+from lockstep.features.properties.examples import Examples
 from lockstep.features.properties.execution import LockstepDatabase, SharedConstants
 from lockstep.features.properties.hypothesis_internals import call_before_rules
 from lockstep.features.properties.messages import (
     FEATURE,
     CrashedExample,
+    Drawn,
     ExampleResult,
     RunningExample,
     RunningExampleFile,
@@ -30,7 +35,7 @@ from lockstep.features.properties.messages import (
     read_running_example,
 )
 from lockstep.features.properties.rank import Properties
-from lockstep.protocol import Finished, RankStatus, RunItem
+from lockstep.protocol import Finished, RankStatus, RunItem, Vote
 from lockstep.rank.world_fixture import RankWorld
 from lockstep.specification import RankSpec, SessionSpec, WorldKey
 from lockstep.world.diagnosis import Diagnosis
@@ -208,6 +213,59 @@ class _OtherRank:
         if isinstance(value, dict):
             return [{kind: [5] if kind == "integers" else [] for kind in value}, value]
         return [b"another", value]
+
+
+def _out_of_step(tmp_path: Path, answer: Callable[[Vote], Vote], act: Callable[[Examples], object]) -> str:
+    """Return what rank 0 of 2 raises where rank 1 answers its votes so."""
+    rank = Mock(agree=lambda vote, abort_after: (vote, answer(vote)))
+    rank.spec.path_of.return_value, rank.spec.rank = str(tmp_path / "running"), 0
+    with pytest.raises(OutOfStep) as raised:
+        act(Examples(rank, records=False))
+    return f"{raised.type.__name__}: {raised.value}"
+
+
+def test_the_setting_in_which_ranks_differ_is_named(tmp_path: Path) -> None:
+    def answer(vote: Vote) -> Vote:
+        return replace(vote, more={"test": "x", "seed": "7"} if isinstance(vote.more, dict) else "another")
+
+    assert _out_of_step(tmp_path, answer, lambda each: each.begin_run("f", {"test": "x", "seed": "5"})) == (
+        "OutOfStep: ranks begin [the property f] differently: rank 0 has the seed 5; rank 1 has the seed 7.\n"
+        "Seed and settings must be the same on all ranks"
+    )
+
+
+def test_ranks_at_different_places_are_named(tmp_path: Path) -> None:
+    assert _out_of_step(
+        tmp_path, lambda vote: replace(vote, case="the property g"), lambda each: each.begin_run("f", {})
+    ) == (
+        "OutOfStep: ranks disagree on what comes next: rank 0 at [the property f]; rank 1 at [the property g]"
+    )
+
+
+@pytest.mark.parametrize("change", [{"outcome": "ended"}, {"case": END}], ids=["test", "property"])
+def test_a_rank_that_has_ended_the_test_is_named(tmp_path: Path, change: dict[str, str]) -> None:
+    assert _out_of_step(
+        tmp_path, lambda vote: replace(vote, **change), lambda each: each.begin_run("f", {})
+    ) == ("EndedByOthers: this example failed on another rank: rank 1 had already ended the test")
+
+
+def test_a_property_may_end_after_another_rank_has_ended_it(tmp_path: Path) -> None:
+    rank = Mock(agree=lambda vote, abort_after: (vote, replace(vote, outcome="ended")))
+    rank.spec.path_of.return_value = str(tmp_path / "running")
+    Examples(rank, records=False).end_run()
+
+
+def test_draws_in_bounds_that_read_alike_are_named_by_their_example() -> None:
+    drawn = [[Drawn("0.5 (float)", "x")], [Drawn("0.5 (float)", "x")]]
+    assert describe_draws("example 3", drawn).startswith("ranks drew with different bounds in example 3.\n")
+
+
+def test_an_example_that_marks_itself_invalid_is_rejected_with_its_reason(tmp_path: Path) -> None:
+    running = RunningExampleFile(str(tmp_path / "running"))
+    attempt = Attempt(ConjectureData.for_choices([]), running, CrashGuard(running))
+    attempt.run(lambda data, _: data.mark_invalid("no such number"), print)
+    vote = attempt.vote("example 1", 0.0)
+    assert (vote.outcome, vote.reason) == ("rejected", "no such number")
 
 
 def test_all_ranks_draw_from_the_constants_of_rank_0() -> None:
