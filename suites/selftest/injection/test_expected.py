@@ -2,8 +2,16 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import Callable
+from unittest.mock import Mock
+
 import pytest
 
+from lockstep.features.injection.expectation import Expectation
+from lockstep.features.injection.lost_peers import LostPeers
+from lockstep.features.injection.messages import FEATURE, Happened
+from lockstep.protocol import Agreed, Vote
 from suites.selftest.project import Run
 
 PROJECT = "injected"
@@ -86,3 +94,40 @@ def test_all_ranks_have_to_rebuild(run: Run, backend: str) -> None:
 @ON_EACH
 def test_the_death_of_all_ranks_is_a_failure(run: Run, backend: str) -> None:
     assert run.failure(f"test_all_die[{backend}]").startswith("all 2 ranks died: SIGKILL")
+
+
+def _expect(meet: Callable[[Vote], Agreed]) -> Expectation:
+    """Return an expectation of rank 0, at whose end ranks meet so."""
+    return Expectation(Mock(meet=meet), Mock(rank=0, misses=list), LostPeers(), "SIGKILL", 1.0)
+
+
+CASE = "faults.expect('SIGKILL')"
+
+
+def test_what_others_met_in_the_place_of_a_fault_is_said() -> None:
+    votes = (
+        Vote(CASE, "lost others", "gloo timed out"),
+        Vote(CASE, "ended"),
+        Vote(CASE, "ended"),
+    )
+    instead = "rank 3 of 4 exited with code 3; rank 1 lost others: gloo timed out; rank 2 ended the test"
+    message = f"{CASE}: this happened instead: {instead}"
+    left = Happened(3, "rank 3 of 4 exited with code 3", 0.0)
+    expectation = _expect(lambda vote: Agreed((vote, *votes), {FEATURE: (left,)}))
+    with pytest.raises(pytest.fail.Exception, match=f"^{re.escape(message)}$"), expectation:
+        pass
+
+
+def test_all_ranks_have_to_enter_an_expectation() -> None:
+    message = f"{CASE}: all ranks have to enter it, and come to its end"
+    expectation = _expect(lambda vote: Agreed((vote, Vote("a=1", "passed"))))
+    with pytest.raises(RuntimeError, match=f"^{re.escape(message)}$"), expectation:
+        pass
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, pytest.exit.Exception])
+def test_what_ends_the_run_leaves_an_expectation_at_once(error: type[BaseException]) -> None:
+    meet = Mock()
+    with pytest.raises(error), _expect(meet):
+        raise error
+    meet.assert_not_called()
