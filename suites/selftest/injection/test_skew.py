@@ -5,8 +5,10 @@ from __future__ import annotations
 import re
 
 import pytest
+import torch
 
 from lockstep.features.injection.schedule import Schedule
+from lockstep.features.injection.skew import poison
 from suites.selftest.project import PROJECTS, WITHOUT_PLUGINS, Project, Run, copy_project, line_of, run_pytest
 
 FILE = PROJECTS / "skew" / "test_skew.py"
@@ -110,6 +112,24 @@ def test_a_wrong_mark_says_what_to_write(mark: Run, option: Run) -> None:
 def test_a_wrong_option_is_refused(text: str) -> None:
     with pytest.raises(ValueError, match=r"SEED|seed"):
         Schedule.parse(text)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "filling"),
+    [
+        (torch.bool, True),
+        (torch.uint8, 255),
+        (torch.int64, 2**63 - 1),
+        *((dtype, None) for dtype in (torch.complex64, torch.float8_e4m3fn, torch.float8_e5m2)),
+    ],
+)
+def test_the_output_of_a_collective_in_flight_is_poisoned(dtype: torch.dtype, filling: int | None) -> None:
+    tensor = torch.zeros(2, dtype=dtype)
+    poison(tensor)
+    if filling is None:
+        assert tensor.to(torch.complex64).isnan().all()
+    else:
+        assert tensor.tolist() == [filling, filling]
 
 
 def test_a_seed_always_draws_the_same_delays() -> None:
