@@ -73,8 +73,8 @@ def add_options(parser: pytest.Parser) -> None:
         action="append",
         default=[],
         metavar="KEY=VALUE,...",
-        help="run only the cases of run_subtests with these settings; exit status 5 if no test that was selected "
-        "has one",
+        help="run only the cases of run_subtests with these settings; exit status 5 if no test that was "
+        "selected has one",
     )
     parser.addini(
         "ranks_preload",

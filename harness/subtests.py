@@ -20,7 +20,7 @@ from lockstep.exceptions import PeerFailed
 from lockstep.protocol import HAS_ENDED, VICTIM_OF_A_CASE, Vote
 
 NO_CASE_OF = "no case of"
-"""How the reason begins for which a test is skipped whose cases `--subtest` has not chosen."""
+"""The beginning of the reason for which a test is skipped whose cases `--subtest` has not chosen."""
 
 
 class VotingRank(Protocol):
