@@ -158,6 +158,14 @@ class ShardedBlock(Block):
         return self.layout.at("cp") * length
 
 
+class OnPaper(Layout):
+    """A layout without ranks."""
+
+    def __init__(self, **sizes: int) -> None:
+        self.sizes, self._large, self.asked, self.rank = sizes, sizes, set(), 0
+        self.name, self._hosts = "on paper", ()
+
+
 class Plan:
     """A trainer that is right, but for one bug."""
 

@@ -5,16 +5,19 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Any, cast
 
 import pytest
 import torch
 
 from lockstep.layouts import Layout
+from lockstep.layouts.diagnosis import _CAUSES, Failure, describe
+from lockstep.layouts.moment import Moment
 from lockstep.layouts.norms import _Norm
 from lockstep.layouts.reference import Blocks
 from lockstep.layouts.suspect import Suspect
 from lockstep.layouts.weights import Weighing
-from suites.selftest.layouts.model import SHARDS, Plan, PlanWithNorm, PlanWithStep
+from suites.selftest.layouts.model import SHARDS, OnPaper, Plan, PlanWithNorm, PlanWithStep
 from suites.selftest.layouts.test_planted import report
 
 Change = Callable[[torch.Tensor, int], torch.Tensor]
@@ -99,19 +102,52 @@ def test_the_part_of_another_rank_is_named(layout: Layout) -> None:
     assert lines[1] == "gradient of `up.weight` is the part of tp 0 on all ranks of tp"
 
 
-class OnPaper(Layout):
-    """A layout without ranks."""
-
-    def __init__(self, **sizes: int) -> None:
-        self.sizes, self._large, self.asked, self.rank = sizes, sizes, set(), 0
-
-
 def test_the_part_of_another_rank_is_named_by_the_axis_of_that_rank() -> None:
     regions = {rank: torch.arange(2) + 2 * rank for rank in range(4)}
     whole = torch.arange(1.0, 9.0)
     values = {rank: whole[regions[rank - rank % 2]] for rank in regions}
     found = Suspect("weight", "gradient", OnPaper(fsdp=2, tp=2), whole, values, regions, 1).explanations()
     assert "is the part of tp 0 on all ranks of tp" in found
+
+
+def explanations(
+    whole: torch.Tensor,
+    values: dict[int, torch.Tensor],
+    regions: dict[int, torch.Tensor],
+    earlier: tuple[torch.Tensor, ...] = (),
+    **axes: int,
+) -> list[str]:
+    """Return how a wrong gradient is explained that ranks hold so."""
+    return Suspect("w", "gradient", OnPaper(**axes), whole, values, regions, 1, earlier).explanations()
+
+
+def test_a_sum_over_the_ranks_that_share_a_part_is_named() -> None:
+    regions = {rank: torch.arange(4) + rank // 2 * 4 for rank in range(4)}
+    whole = torch.arange(1.0, 9.0)
+    share = torch.tensor([1.0, -2.0, 4.0, 0.5])
+    values = {rank: whole[regions[rank]] / 2 + (share if rank % 2 else -share) for rank in regions}
+    assert explanations(whole, values, regions, tp=4) == [
+        "equals the reference after a sum over the ranks of tp that hold the same part: "
+        "that reduction is missing"
+    ]
+
+
+def test_parts_that_went_round_are_those_of_another_rank() -> None:
+    regions = {rank: torch.arange(2) + 2 * rank for rank in range(3)}
+    whole = torch.tensor([1.0, 5.0, 2.0, -3.0, 7.0, 4.0])
+    values = {rank: whole[regions[(rank + 1) % 3]] for rank in regions}
+    assert "is the part of another rank of tp" in explanations(whole, values, regions, tp=3)
+
+
+def test_the_gradient_of_the_step_before_is_named() -> None:
+    regions = dict.fromkeys(range(2), torch.arange(4))
+    whole, before = torch.tensor([1.0, 5.0, 2.0, -3.0]), torch.tensor([2.0, 1.0, -4.0, 6.0])
+    values = dict.fromkeys(range(2), before)
+    assert explanations(whole, values, regions, (before,), dp=2) == ["is that of the step before"]
+
+
+def test_a_single_number_of_one_rank_is_no_multiple_of_the_reference() -> None:
+    assert explanations(torch.tensor([3.0]), {0: torch.tensor([6.0])}, {0: torch.arange(1)}, pp=2) == []
 
 
 class LeftInReduced(Plan):
@@ -288,6 +324,48 @@ def test_a_part_is_lost_with_what_a_term_adds_to_it() -> None:
     of_both = (weights(6) + 1 / 6) * torch.tensor(losses[:6], dtype=torch.float64)
     assert joined.blocks.losses == pytest.approx(of_both.tolist(), rel=1e-9)
     assert of.with_terms([replace(term, whole={"w": whole.sin()})]) is None
+
+
+def with_term() -> tuple[Weighing, Weighing]:
+    """Return the blocks of a loss that has a term, and those of the term."""
+    of = weighing(6, microbatches=3, dp=2)
+    base = of.blocks.gradients["w"]
+    parts, share = base.cos(), weights(6).flip(0)
+    term = replace(of, blocks=replace(of.blocks, gradients={"w": parts}, whole={"w": share @ parts}))
+    whole = {"w": of.blocks.whole["w"] + term.blocks.whole["w"]}
+    stacked = {"w": torch.cat([base, term.blocks.whole["w"][None]])}
+    losses = (*of.blocks.losses, 1.0)
+    blocks = replace(of.blocks, terms=("z",), losses=losses, gradients=stacked, whole=whole)
+    return replace(of, blocks=blocks), term
+
+
+def test_a_term_of_the_loss_that_is_wrong_itself_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    of, term = with_term()
+    monkeypatch.setattr(Failure, "_weighing", lambda self, name: term if name else of)
+    failure = Failure(OnPaper(dp=2), SHARDS, cast(Any, None), 3, {}, {})
+    lost = (kept(6, 1, 4) * weights(6).flip(0)) @ term.blocks.gradients["w"]
+    gradient = of.blocks.whole["w"] - term.blocks.whole["w"] + lost
+    assert failure.explain({"w": gradient}) == [
+        "has a wrong term `z` of the loss, which lacks microbatch 1 of 3"
+    ]
+
+
+def test_a_loss_without_a_term_is_named() -> None:
+    of, _ = with_term()
+    whole = float(weights(6) @ torch.tensor(of.blocks.losses[:6], dtype=torch.float64))
+    assert of.explain_loss(whole) == ["lacks the term `z` of the loss"]
+    assert of.explain_loss(whole + 2) == [
+        "has the term `z` of the loss as 2 times the reference: multiplied by dp (2) once too often"
+    ]
+
+
+def test_of_many_complaints_the_first_are_shown() -> None:
+    moments = {
+        0: Moment(0, "before step 0", "parameter", complaints=[f"{number} is wrong" for number in range(9)])
+    }
+    text = describe(Failure(OnPaper(dp=2), SHARDS, cast(Any, None), 1, moments, {}))
+    assert text.splitlines()[1] == "  0 is wrong (rank 0)"
+    assert text.splitlines()[-1] == f"  and {9 - _CAUSES} more"
 
 
 def test_parts_that_count_at_random_are_not_named() -> None:
