@@ -17,10 +17,12 @@ from torch.utils.checkpoint import checkpoint
 
 from lockstep import engine
 from lockstep.layouts import Layout, NotOffered, Sharded, ShardMap, assert_same_as_unsharded, witness_batches
+from lockstep.layouts.shards import take
 from suites.selftest.layouts.model import (
     SHARDS,
     VOCAB,
     Gathered,
+    OnPaper,
     PlanWithNorm,
     Summed,
     SummedBackward,
@@ -510,6 +512,16 @@ def test_a_layout_says_sizes_places_and_parts(layout: Layout) -> None:
     assert dist.get_world_size(layout.group("tp", "ep")) == layout["tp"] * layout["ep"]
 
 
+def test_a_layout_refuses_what_it_does_not_have() -> None:
+    with pytest.raises(ValueError, match="dp2-tp2 has 4 ranks, this world 1"):
+        Layout({"dp": 2, "tp": 2})
+    layout = Layout({"dp": 1})
+    with pytest.raises(KeyError, match="'sp': this layout has the axes dp, "):
+        layout.group("sp")
+    with pytest.raises(RuntimeError, match="one rank: the layout has no mesh, or has ended"):
+        layout.mesh  # noqa: B018
+
+
 @pytest.mark.layouts(dp=(2,), cp=(2,), tp=(2,))
 def test_a_group_of_two_axes_is_made_where_it_is_used(layout: Layout) -> None:
     if layout.at("dp") == 0:
@@ -557,6 +569,25 @@ def test_what_a_plan_does_not_offer_is_skipped(layout: Layout) -> None:
 )
 def test_the_rows_of_a_part_are_what_the_cut_says(cut: Sharded, parts: list[list[int]]) -> None:
     assert [cut.indices(5, index, 2).tolist() for index in range(2)] == parts
+
+
+def test_rows_of_padding_are_zero_in_a_part() -> None:
+    shards, whole = ShardMap({"w": Sharded("tp", padded=True)}), torch.arange(1.0, 7.0).view(3, 2)
+    parts = [shards.region("w", whole.shape, OnPaper(tp=2), rank) for rank in range(2)]
+    assert parts[1].tolist() == [[4, 5], [-1, -1]]
+    assert [take(whole, part).tolist() for part in parts] == [[[1, 2], [3, 4]], [[5, 6], [0, 0]]]
+
+
+def test_buffers_of_one_shape_are_those_of_the_unsharded_model() -> None:
+    whole, own = nn.Module(), nn.Module()
+    for model, value in ((whole, 1.0), (own, 0.0)):
+        model.register_buffer("mean", torch.full((3,), value))
+        model.register_buffer("cache", torch.full((4 - int(value),), value))
+    ShardMap().write(own, whole, OnPaper(tp=2))
+    assert {name: each.tolist() for name, each in own.named_buffers()} == {
+        "mean": [1.0] * 3,
+        "cache": [0.0] * 4,
+    }
 
 
 @pytest.mark.layouts(pp=(2,))
