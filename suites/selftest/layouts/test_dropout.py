@@ -8,6 +8,8 @@ import torch.distributed as dist
 from torch import nn
 
 from lockstep.layouts import Layout, assert_dropout_follows_inputs
+from lockstep.layouts.dropout import _Call, _wrong
+from suites.selftest.layouts.model import OnPaper
 
 
 def build() -> nn.Module:
@@ -73,6 +75,18 @@ def test_other_masks_of_replicas_are_named(layout: Layout) -> None:
 def test_equal_masks_of_other_columns_are_named(layout: Layout) -> None:
     where = "dp2-tp2: call 1 of dropout ([24, 8]): ranks 0 and 1, apart on tp, drop the same elements of"
     assert check(layout, ("dp",), ("dp",)) == f"{where} other inputs: they draw from one seed"
+
+
+def test_calls_that_cannot_be_compared_are_passed_over() -> None:
+    rows = torch.arange(1.0, 65.0)
+    longer, own = _Call(torch.ones(80), torch.ones(80) > 0, 0.5), _Call(rows, rows > 9, 0.5)
+    same = _Call(rows + 1, rows > 9, 0.5)
+    layout = OnPaper(dp=2)
+    assert list(_wrong({0: [longer, own], 1: [same]}, layout)) == []
+    where = "call 1 of dropout ([64]): ranks 0 and 1, apart on dp,"
+    assert list(_wrong({0: [longer, own], 1: [same, same]}, layout)) == [
+        f"{where} drop the same elements of other inputs: they draw from one seed"
+    ]
 
 
 @pytest.mark.layouts(dp=(1, 2))
