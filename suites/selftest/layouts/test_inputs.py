@@ -123,6 +123,10 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         "`scale` of the reference is complex64: build it in float64",
     ),
     "frozen": ({"build": frozen}, "build.. returns a model without a parameter to train"),
+    "not finite": (
+        {"batches": BATCHES, "loss": lambda model, batch: loss(model, batch) / 0},
+        "the reference's loss or gradient is not finite in step 0",
+    ),
     "stuck": ({"optimizer": stuck}, "`embed.weight` of the reference does not move in 3 steps"),
     "unseeded": (
         {"build": unseeded},
@@ -143,9 +147,9 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
 @pytest.mark.layouts(dp=(1, 2))
 def test_an_input_under_which_bugs_pass_is_refused(layout: Layout, name: str) -> None:
     given, message = REFUSED[name]
-    arguments: dict[str, Any] = {"build": build, "batches": BATCHES, "shards": SHARDS, **given}
+    arguments: dict[str, Any] = {"build": build, "batches": BATCHES, "loss": loss, "shards": SHARDS, **given}
     with pytest.raises(ValueError, match=message):
-        assert_same_as_unsharded(layout, parallelize=Plan, loss=loss, **arguments)
+        assert_same_as_unsharded(layout, parallelize=Plan, **arguments)
 
 
 @pytest.mark.layouts(dp=(1, 2))
@@ -208,7 +212,8 @@ class WithoutLoss(Plan):
 
     def __call__(self, batch: dict[str, torch.Tensor], microbatches: int) -> Any:
         total = super().__call__(batch, microbatches)
-        return {"none": None, "two": total.expand(2), "named": {"loss": total}}[self.bug]
+        returned = {"two": total.expand(2), "named": {"loss": total}, "short": total.float()}
+        return returned.get(self.bug)
 
 
 @pytest.mark.parametrize(
@@ -217,6 +222,7 @@ class WithoutLoss(Plan):
         ("none", "dp2 is not the unsharded model: the trainer returns the loss on no rank"),
         ("two", r"the loss has the shape \[2\]: return one number \(ranks 0, 1\)"),
         ("named", r"the loss is dict: return one number \(ranks 0, 1\)"),
+        ("short", r"the loss is float32: compute it in float64 \(ranks 0, 1\)"),
     ],
 )
 @pytest.mark.layouts(dp=(1, 2))
