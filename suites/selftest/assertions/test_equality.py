@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import re
 from typing import Any
 
 import numpy as np
@@ -102,6 +103,21 @@ def test_an_option_means_what_it_means_in_torch(values: tuple[Any, Any], options
 def test_a_difference_is_shown_with_its_place_and_the_message() -> None:
     with pytest.raises(AssertionError, match=r"at \['a'\]\[1\]: 2 is not equal to 3\nwhy"):
         assert_equal({"a": [1, 2]}, {"a": [1, 3]}, "why")
+
+
+@pytest.mark.parametrize(
+    ("actual", "expected", "difference"),
+    [
+        ([1, [2, 3]], [1, [2]], "at [1]: lengths differ: 2 and 1"),
+        ({"a": 1}, {"b": 1}, "keys differ: ['b'] missing, ['a'] not expected"),
+        ([{"a": 1}], [{}], "at [0]: keys differ: [] missing, ['a'] not expected"),
+    ],
+)
+def test_containers_that_differ_say_how(actual: Any, expected: Any, difference: str) -> None:
+    with pytest.raises(AssertionError, match=f"^{re.escape(difference)}$"):
+        assert_equal(actual, expected)
+    with pytest.raises(AssertionError, match=f"^so: {re.escape(difference)}$"):
+        assert_equal(actual, expected, lambda found: f"so: {found}")
 
 
 def test_a_tolerance_alone_is_refused() -> None:
