@@ -20,8 +20,12 @@ from torch.testing._internal.common_distributed import *
 from torch.testing._internal.common_distributed import MultiProcessTestCase, TEST_SKIPS, run_subtests
 from torch.testing._internal.common_distributed import skip_if_lt_x_gpu, requires_world_size
 from torch.testing._internal.common_distributed import skip_but_pass_in_sandcastle_if
+from torch.testing._internal.common_distributed import nccl_skip_if_lt_x_gpu, requires_nccl_version
+from torch.testing._internal.common_distributed import require_n_gpus_for_nccl_backend
+from torch.testing._internal.common_distributed import skip_but_pass_in_sandcastle
 from torch.testing._internal.common_fsdp import check_sharded_parity
 from torch.testing._internal.common_utils import parametrize, subtest
+from torch.testing._internal.distributed._tensor.common_dtensor import with_comms
 
 def join(rank):
     dist.init_process_group("gloo", rank=rank)
@@ -91,12 +95,32 @@ def statement(code: str) -> str:
             "self.assertAlmostEqual(x, y, delta=2)",
             "assert_equal(x, y, rtol=0, atol=2, equal_nan=False, exact_dtype=False)",
         ),
+        *(
+            (
+                f"self.assertAlmostEqual(x, y{given})",
+                f"assert_equal(x, y, rtol=0, atol={atol}, equal_nan=False, exact_dtype=False{more})",
+            )
+            for given, atol, more in (
+                ("", "5e-8", ""),
+                (", places=2", "5e-3", ""),
+                (", msg='why'", "5e-8", ", msg='why'"),
+            )
+        ),
+        ("self.assertEqual(-1, len(x))", "assert -1 == len(x)"),
+        ("self.assertEqual(2 * self.rank + 1, len(x))", "assert 2 * world.rank + 1 == len(x)"),
+        ("self.assertEqual(self.rank / 2, len(x))", "assert_equal(world.rank / 2, len(x))"),
+        ("self.assertTrue(x, z := y)", "assert x, (z := y)"),
+        ("x = self.assertEqual", "x = assert_equal"),
         ("[self.assertEqual(i, x) for i in y]", "[assert_equal(i, x) for i in y]"),
         ("self.assertRaises(ValueError, x, 1, k=2)", "with pytest.raises(ValueError):\n    x(1, k=2)"),
         ("with self.assertRaises(ValueError):\n    x()", "with pytest.raises(ValueError):\n    x()"),
         (
             "with self.assertRaisesRegex(ValueError, 'a'):\n    x()",
             "with pytest.raises(ValueError, match='a'):\n    x()",
+        ),
+        (
+            "with self.assertRaisesRegex(ValueError, ''):\n    x()",
+            "with pytest.raises(ValueError):\n    x()",
         ),
         (
             "with self.assertWarnsRegex(UserWarning, 'a'):\n    x()",
@@ -138,9 +162,22 @@ def test_a_long_assertion_keeps_its_lines_and_its_comments() -> None:
         ("self.assertTrue((x, y))", "assertTrue of something that is always true"),
         ("self.assertEqual(x, y, exact_layout=True)", "assertEqual with exact_layout"),
         ("self.assertEqual(x, y, atol=1)", "assertEqual with one of rtol and atol"),
+        ("self.assertEqual(first=x, second=y)", "arguments that are given by name"),
+        ("self.assertIn(x, y, strict=True)", "arguments that are given by name"),
+        ("self.assertRaises(ValueError)", "assertRaises without the function it calls"),
+        (
+            "with self.assertRaises(ValueError, msg=x):\n    y()",
+            "assertRaises with other arguments than the type",
+        ),
+        ("with self.assertRaises(error=ValueError):\n    y()", "assertRaises with the keywords error"),
+        ("self.assertAlmostEqual(x, y, places=x)", "assertAlmostEqual with places that are computed"),
         ("self.assertDictEqual(x, y)", "assertDictEqual: the types of both sides are open"),
         ("self.assertAlmostEqual(x, y, 3)", "assertAlmostEqual with other positional arguments than two"),
         ("if x: self.assertTrue(y)", "an assertion behind a colon, on the same line"),
+        ("x(); self.assertTrue(y)", "several statements on one line"),
+        ("run_subtests(self, x, test_fn=y)", "run_subtests with its own arguments by name"),
+        ("sys.exit(TEST_SKIPS['no_cuda'])", "the exit status of a skip"),
+        ("x(cls.rank)", "cls.rank: a world belongs to an instance"),
         ("self.rank = x", "self.rank is set, which is of the world"),
         ("x(TestOne.world_size)", "TestOne.world_size is of the launcher"),
         ("x(self.exec_timeout)", "self.exec_timeout is of the class MultiProcessTestCase"),
@@ -160,6 +197,16 @@ def test_a_long_assertion_keeps_its_lines_and_its_comments() -> None:
         ("dist.get_node_local_rank()", "ranks have LOCAL_RANK in their environment"),
         ("dist.init_process_group('mpi')", "init_process_group with the backend 'mpi'"),
         ("dist.init_process_group('gloo', rank=0)", "init_process_group with a rank of its own"),
+        *(
+            (f"dist.init_process_group({given})", f"init_process_group with {why}")
+            for given, why in (
+                ("*x", "starred or more positional arguments"),
+                ("'gloo', 'env://', 0", "starred or more positional arguments"),
+                ("'gloo', world_size=2", "a world size of its own"),
+                ("'gloo', store=x", "a store of its own"),
+                ("'gloo', init_method='tcp://x'", "an init_method of its own"),
+            )
+        ),
     ],
 )
 def test_what_is_not_known_stays_with_a_comment(before: str, why: str) -> None:
@@ -169,7 +216,9 @@ def test_what_is_not_known_stays_with_a_comment(before: str, why: str) -> None:
 @pytest.mark.parametrize(
     ("before", "after"),
     [
+        ("@unittest.skip", "@pytest.mark.skip"),
         ("@unittest.skip('why')", "@pytest.mark.skip(reason='why')"),
+        ("@skip_but_pass_in_sandcastle('why')", "@pytest.mark.skip(reason='why')"),
         ("@unittest.skipIf(A, 'why')", "@pytest.mark.skipif(A, reason='why')"),
         ("@unittest.skipUnless(A or B, 'why')", "@pytest.mark.skipif(not (A or B), reason='why')"),
         ("@skip_but_pass_in_sandcastle_if(A, 'why')", "@pytest.mark.skipif(A, reason='why')"),
@@ -177,6 +226,23 @@ def test_what_is_not_known_stays_with_a_comment(before: str, why: str) -> None:
         (
             "@skip_if_lt_x_gpu(2)",
             '@pytest.mark.skipif(torch.accelerator.device_count() < 2, reason="needs 2 accelerators")',
+        ),
+        (
+            "@skip_if_lt_x_gpu(2, allow_cpu=True)",
+            "@pytest.mark.skipif(0 < torch.accelerator.device_count() < 2, "
+            'reason="needs 2 accelerators, or none")',
+        ),
+        *(
+            (
+                decorator,
+                '@pytest.mark.skipif(x == "nccl" and torch.cuda.device_count() < 2, reason="needs 2 GPUs")',
+            )
+            for decorator in ("@require_n_gpus_for_nccl_backend(2, x)", "@nccl_skip_if_lt_x_gpu(x, 2)")
+        ),
+        (
+            "@requires_nccl_version((2, 10), 'why')",
+            "@pytest.mark.skipif(torch.cuda.is_available() and torch.cuda.nccl.version() < (2, 10), "
+            "reason='why')",
         ),
         ("@parametrize('x', [1, 2])", "@pytest.mark.parametrize('x', [1, 2])"),
         ("@parametrize('x', [1], name_fn=str)", "@pytest.mark.parametrize('x', [1], ids=str)"),
@@ -187,6 +253,10 @@ def test_what_is_not_known_stays_with_a_comment(before: str, why: str) -> None:
         (
             "@parametrize('x', [subtest((1, 2), name='a')])",
             "@pytest.mark.parametrize('x', [pytest.param((1, 2), id='a')])",
+        ),
+        (
+            "@parametrize('x', [1, subtest(2, name='two')])",
+            "@pytest.mark.parametrize('x', [1, pytest.param(2, id='two')])",
         ),
         ("@mock.patch('os.getcwd')", "@mock.patch('os.getcwd')"),
     ],
@@ -203,9 +273,49 @@ def test_a_test_with_a_world_size_of_its_own_has_a_mark_of_its_own() -> None:
     ]
 
 
-def test_an_unknown_decorator_stays_with_a_comment() -> None:
-    lines = method("pass", decorators="@strange\n").splitlines()
-    assert lines[:2] == ["# lockstep: not converted: the decorator strange", "@strange"]
+@pytest.mark.parametrize(
+    ("decorator", "why"),
+    [
+        ("@strange", "the decorator strange"),
+        ("@unittest.expectedFailure()", "the decorator expectedFailure"),
+        ("@unittest.skip(*x)", "skip with arguments of another form"),
+        ("@unittest.skipIf(reason='why', condition=x)", "skipIf with arguments of another form"),
+        ("@skip_if_lt_x_gpu(x=2)", "skip_if_lt_x_gpu with arguments by name"),
+        ("@nccl_skip_if_lt_x_gpu(backend=x, x=2)", "the number of GPUs for nccl, by name"),
+        ("@requires_nccl_version(version=1, msg=x)", "requires_nccl_version with arguments by name"),
+        ("@requires_world_size(n=3)", "requires_world_size with other arguments than one"),
+        ("@with_comms(backend=x)", "with_comms with a backend that a world may not have"),
+        ("@parametrize('x')", "parametrize with arguments of another form"),
+        ("@parametrize(arg='x', values=[1])", "parametrize with arguments by name"),
+        ("@parametrize('x', [subtest(1, decorators=[x])])", "a subtest with decorators"),
+        ("@parametrize('x,y', [subtest(x)])", "a subtest with values that are not listed here"),
+        ("@parametrize(x, [subtest(1)])", "parametrize with subtests that are not listed here"),
+    ],
+)
+def test_an_unknown_decorator_stays_with_a_comment(decorator: str, why: str) -> None:
+    lines = method("pass", decorators=f"{decorator}\n").splitlines()
+    assert lines[:2] == [f"# lockstep: not converted: {why}", decorator]
+
+
+def test_a_function_of_names_is_dropped_where_it_takes_several_values() -> None:
+    lines = method("pass", decorators="@parametrize('x,y', [(1, 2)], name_fn=str)\n").splitlines()
+    why = "name_fn, dropped: it takes several values, pytest's ids take one"
+    assert lines[:2] == [f"# lockstep: not converted: {why}", "@pytest.mark.parametrize('x,y', [(1, 2)])"]
+
+
+def test_a_group_of_a_decorator_is_of_its_backend() -> None:
+    decorators = {
+        "gloo": "@with_comms(backend='gloo')",
+        "nccl": "@with_comms(eager_init=True, backend='nccl')",
+    }
+    tests = "".join(
+        f"    {decorator}\n    def test_{name}(self):\n        {name}()\n\n"
+        for name, decorator in decorators.items()
+    )
+    converted = port(HEAD + tests).code
+    for name in decorators:
+        assert f'@pytest.mark.ranks(4, backend="{name}")\n    def test_{name}(self):\n' in converted
+    assert "with_comms" not in converted[converted.index("class TestOne") :]
 
 
 def test_a_directory_is_shared_where_a_group_was_up_and_else_left() -> None:
