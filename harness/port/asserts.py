@@ -148,19 +148,27 @@ def _equality(name: str, call: cst.Call, source_code: str) -> Converted:
         if _is_none(left):
             left, right = right, left
         return _assert(_compare(left, operator, right), found, call, source_code)
-    # The names of the keywords that assert_equal has too; torch's others compare what it does not.
-    keywords = {arg.keyword.value for arg in found.others if arg.keyword is not None}
-    if unknown := sorted(
-        keywords - {"rtol", "atol", "equal_nan", "exact_dtype", "exact_device", "exact_stride"}
-    ):
-        raise NotConverted(f"assertEqual with {unknown[0]}")
-    if ("rtol" in keywords) != ("atol" in keywords):
-        raise NotConverted("assertEqual with one of rtol and atol")
+    check_keywords(found.others)
     plain = call.with_changes(func=cst.Name("assert_equal"))
     if "Not" not in name:
         return Converted(cst.Expr(plain), {ASSERT_EQUAL})
     statement = _with_block("pytest.raises(AssertionError)", plain)
     return Converted(statement, {ASSERT_EQUAL, "pytest"})
+
+
+def check_keywords(args: Sequence[cst.Arg]) -> None:
+    """Check that `assert_equal` means the same by the keywords of an `assertEqual`.
+
+    Raises:
+        NotConverted: one is of torch's alone, which compares more, or rtol or atol stands alone.
+    """
+    keywords = {arg.keyword.value for arg in args if arg.keyword is not None}
+    if unknown := sorted(
+        keywords - {"msg", "rtol", "atol", "equal_nan", "exact_dtype", "exact_device", "exact_stride"}
+    ):
+        raise NotConverted(f"assertEqual with {unknown[0]}")
+    if ("rtol" in keywords) != ("atol" in keywords):
+        raise NotConverted("assertEqual with one of rtol and atol")
 
 
 def _almost(call: cst.Call) -> Converted:

@@ -13,6 +13,7 @@ from lockstep.port.asserts import (
     ASSERT_EQUAL,
     NotConverted,
     assertion_of,
+    check_keywords,
     convert_context,
     convert_statement,
     is_assertion,
@@ -317,6 +318,7 @@ class MethodConverter(cst.CSTTransformer):
         if name in self._members or any(original is one for one in self._lone_calls):
             return updated
         if name == "assertEqual" and not any(arg.star for arg in original.args):
+            check_keywords(original.args)
             self.needs.imports.add(ASSERT_EQUAL)
             return updated.with_changes(func=cst.Name("assert_equal"))
         if self._reads_exception and not any(original is one for one in self._contexts):

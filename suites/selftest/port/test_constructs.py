@@ -162,6 +162,8 @@ def test_a_long_assertion_keeps_its_lines_and_its_comments() -> None:
         ("self.assertTrue((x, y))", "assertTrue of something that is always true"),
         ("self.assertEqual(x, y, exact_layout=True)", "assertEqual with exact_layout"),
         ("self.assertEqual(x, y, atol=1)", "assertEqual with one of rtol and atol"),
+        ("[self.assertEqual(i, x, exact_layout=True) for i in y]", "assertEqual with exact_layout"),
+        ("[self.assertEqual(i, x, atol=1) for i in y]", "assertEqual with one of rtol and atol"),
         ("self.assertEqual(first=x, second=y)", "arguments that are given by name"),
         ("self.assertIn(x, y, strict=True)", "arguments that are given by name"),
         ("self.assertRaises(ValueError)", "assertRaises without the function it calls"),
