@@ -271,13 +271,9 @@ def size_of(plan: ClassPlan, source: Source, ranks: int) -> Size:
 
 def _is_conditional(plan: ClassPlan) -> bool:
     direct = [item for item in plan.node.body.body if isinstance(item, cst.SimpleStatementLine)]
-    return not any(
-        isinstance(target.target, cst.Name) and target.target.value == "world_size"
-        for statement in direct
-        for assignment in statement.body
-        if isinstance(assignment, cst.Assign)
-        for target in assignment.targets
-    )
+    targets = [one.target for statement in direct for one in find_all(statement, cst.AssignTarget)]
+    targets += [one.target for statement in direct for one in find_all(statement, cst.AnnAssign)]
+    return not any(isinstance(target, cst.Name) and target.value == "world_size" for target in targets)
 
 
 def _returned(method: cst.FunctionDef | None) -> cst.BaseExpression | None:

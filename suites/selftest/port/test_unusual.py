@@ -92,6 +92,7 @@ def test_a_member_that_is_not_known_stays_with_a_comment(members: str, why: str)
     [
         ("if x:\n    return\ny()", "a set-up that returns early"),
         ("z = 3\ny(z)", "z is a local name in tearDown alone"),
+        ("yield", "a set-up that is a generator or a coroutine"),
     ],
 )
 def test_a_set_up_stays_whole_where_its_tear_down_stays(tear_down: str, why: str) -> None:
@@ -108,6 +109,62 @@ def test_set_ups_of_two_mixins_get_a_comment() -> None:
     base = CASE.replace("_processes()\n", "_processes()\n        x()\n")
     derived = "class TestTwo(TestOne):\n    def setUp(self):\n        self._spawn_processes()\n"
     assert comments(port(base + derived).code) == ["it takes the place of that of a base"]
+    more = derived.replace("self._spawn_processes()", "super().setUp()\n        y()")
+    assert comments(port(base + more).code) == [
+        "a base has a set-up, too; pytest would run them in an order of its own"
+    ]
+
+
+@pytest.mark.parametrize(
+    ("tear_down", "goes"),
+    [
+        ("try:\n    os.remove(self.file_name)\nexcept OSError:\n    pass", True),
+        ("try:\n    os.remove(self.file_name)\nexcept OSError:\n    raise", False),
+        ("with contextlib.suppress(OSError):\n    os.remove(self.file_name)", True),
+        ("with contextlib.suppress(OSError):\n    os.remove(self.file_name)\n    x()", False),
+        ("with x():\n    os.remove(self.file_name)", False),
+        ("if x:\n    os.remove(self.file_name)", True),
+        ("if z := x:\n    os.remove(self.file_name)", False),
+        ("if x:\n    os.remove(self.file_name)\nelse:\n    y()", False),
+    ],
+)
+def test_a_tear_down_that_removes_the_file_of_the_launcher_goes(tear_down: str, goes: bool) -> None:
+    code = f"{CASE}    def tearDown(self):\n{textwrap.indent(tear_down, ' ' * 8)}\n"
+    converted = port(code).code
+    assert ("os.remove" not in converted) == ("yield" not in converted) == goes
+
+
+def test_what_is_set_in_the_environment_is_restored_and_other_items_are_not_touched() -> None:
+    set_up = "        os.environ['A'] = x\n        y['A'] = x\n"
+    converted = port(CASE.replace("_processes()\n", f"_processes()\n{set_up}")).code
+    assert "(self, monkeypatch):\n        monkeypatch.setenv('A', x)\n        y['A'] = x\n" in converted
+
+
+@pytest.mark.parametrize(
+    ("size", "ranks", "question"),
+    [
+        ("world_size = (2, 3)", "2, 3", ""),
+        ("world_size: int = 3", "3", ""),
+        ("world_size = int(3)", "3", ""),
+        ("world_size = DEFAULT_WORLD_SIZE", "4", ""),
+        ("world_size = x()", "2", "it was x()"),
+        ("world_size = [3, x]", "2", "it was [3, x]"),
+        ("if x:\n    world_size = 3", "2", "it depends on the conditions in the class"),
+        ("if y:\n    x()\nelse:\n    world_size = 3", "2", "it depends on the conditions in the class"),
+        ("try:\n    world_size = 3\nfinally:\n    x()", "2", "it depends on the conditions in the class"),
+        ("try:\n    x()\nexcept E:\n    world_size = 3", "2", "it depends on the conditions in the class"),
+        ("@property\ndef world_size(self):\n    return SIZE", "SIZE", "SIZE depends on the machine"),
+        ("@property\ndef world_size(self):\n    x()\n    return 3", "2", "its property computes it"),
+    ],
+)
+def test_a_world_size_that_depends_on_something_is_asked_for(size: str, ranks: str, question: str) -> None:
+    imports = "from torch.testing._internal.common_distributed import DEFAULT_WORLD_SIZE\nSIZE = x()\n"
+    code = imports + CASE.replace("    exec_timeout = 3\n", textwrap.indent(size, "    ") + "\n")
+    converted = port(code)
+    asked = f"world size: {question}; say how many ranks"
+    assert f"@pytest.mark.ranks({ranks})\nclass TestOne" in converted.code
+    assert converted.notes == ([f"TestOne: {asked}"] if question else [])
+    assert (f"# lockstep: {asked}\n@" in converted.code) == bool(question)
 
 
 def test_comments_at_the_end_of_a_set_up_are_kept() -> None:
@@ -125,6 +182,9 @@ def test_comments_at_the_end_of_a_set_up_are_kept() -> None:
             "the file has a function assert_equal",
         ),
         ("class TestOne", "class Outer:\n class TestOne", "it is not at module level, or another class has"),
+        ("TestCase):", "TestCase, metaclass=x):", "it has a metaclass or other keywords"),
+        ("exec_timeout =", "special_return_code_checks =", "it expects ranks to end with certain exit codes"),
+        ("self._spawn_", "self.", "its setUp does not start the processes by _spawn_processes"),
     ],
 )
 def test_a_class_that_is_out_of_sight_is_left(before: str, after: str, why: str) -> None:
@@ -141,6 +201,62 @@ def test_a_class_that_is_out_of_sight_is_left(before: str, after: str, why: str)
 def test_a_name_of_another_object_is_not_changed_with_that_of_the_class() -> None:
     code = CASE.replace("TestOne", "OneTest") + "        x.OneTest(OneTest=OneTest)\n"
     assert "x.OneTest(OneTest=TestOne)" in port(code).code
+
+
+def test_a_class_gets_a_name_that_no_other_class_has() -> None:
+    code = CASE.replace("TestOne", "OneTest") + "class TestOne:\n    pass\n"
+    assert "class TestOneOnRanks:\n" in port(code).code
+
+
+def test_comments_above_what_goes_are_kept() -> None:
+    imports = "from torch.testing._internal.distributed._tensor.common_dtensor import with_comms\n"
+    decorators = "    @pytest.mark.slow\n    # of the test\n    @with_comms\n"
+    code = imports + CASE.replace("    def test_one", f"{decorators}    def test_one")
+    converted = port(code.replace("    def setUp", "    # of the set-up\n    def setUp")).code
+    kept = decorators.replace("    @with_comms\n", "")
+    assert f"    # of the set-up\n{kept}    def test_one(self):\n" in converted.replace("\n\n", "\n")
+
+
+def test_a_class_and_a_method_of_which_nothing_stays_are_empty() -> None:
+    test = CASE.replace("self.assertEqual(x, y)", "# why\n        dist.init_process_group('gloo')")
+    converted = port(test + "class TestTwo(TestOne):\n    def setUp(self):\n        super().setUp()\n").code
+    assert "    def test_one(self):\n        # why\n        pass\n" in converted
+    assert converted.endswith("class TestTwo(TestOne):\n    pass\n")
+
+
+def test_a_method_of_two_groups_gets_a_comment() -> None:
+    groups = "".join(f"        dist.init_process_group('{name}')\n" for name in ("gloo", "nccl"))
+    ported = port(f"{CASE}    def test_two(self):\n{groups}")
+    assert comments(ported.code) == ['several backends: "gloo", "nccl"']
+    assert ported.notes == ['TestOne.test_two: several backends: "gloo", "nccl"']
+
+
+def test_a_class_of_device_tests_with_other_arguments_is_left() -> None:
+    head = "from torch.testing._internal.common_device_type import instantiate_device_type_tests\n"
+    more = port(f"{head}{CASE}instantiate_device_type_tests(TestOne, globals(), other=1)\n")
+    assert comments(more.code) == [
+        "instantiate_device_type_tests with other arguments than only_for and except_for"
+    ]
+    assert port(f"{head}{CASE}instantiate_device_type_tests(x, globals(), other=1)\n").whole == 1
+
+
+@pytest.mark.parametrize(
+    ("test", "why"),
+    [
+        (
+            "def test_one(self, tmpdir):\n    x(tmpdir.join('a'))",
+            "tmpdir is shared by all ranks, and used as",
+        ),
+        ("def test_one(self, class_tmpdir):\n    x(class_tmpdir)", "class_tmpdir is shared by the ranks of"),
+        ("@pytest.mark.world_size(x)\ndef test_one(self):\n    x()", "a world size that is computed"),
+    ],
+)
+def test_a_test_of_deepspeed_that_is_not_known_stays_with_a_comment(test: str, why: str) -> None:
+    head = "from unit.common import DistributedTest\n\nclass TestOne(DistributedTest):\n    world_size = 2\n"
+    converted = port(f"{head}\n{textwrap.indent(test, '    ')}\n").code
+    (comment,) = comments(converted)
+    assert comment.startswith(why)
+    assert textwrap.indent(test, "    ") in converted
 
 
 def test_a_main_block_that_does_more_and_plain_tests_keep_their_runner() -> None:
