@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import time
+import itertools
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -19,6 +19,14 @@ class Group:
 
 
 @pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Callable[[], int]:
+    """The time of the module, which moves on with each look at it."""
+    now = itertools.count(1).__next__
+    monkeypatch.setattr(process_group, "time", SimpleNamespace(time_ns=now))
+    return now
+
+
+@pytest.fixture
 def group(tmp_path: Path) -> DefaultGroup:
     key = SimpleNamespace(backend="gloo", device="cpu", size=2, has_group=False)
     spec = SimpleNamespace(
@@ -28,31 +36,27 @@ def group(tmp_path: Path) -> DefaultGroup:
 
 
 def test_collectives_of_other_groups_do_not_count_while_the_group_is_hidden_and_after(
-    group: DefaultGroup,
+    group: DefaultGroup, clock: Callable[[], int]
 ) -> None:
-    before = time.time_ns()
-    time.sleep(0.001)
+    before = clock()
     group.hide()
-    hidden = time.time_ns()
+    hidden = clock()
     assert not group.has_begun(before)
     assert group.has_begun(hidden)  # of the groups that there are now
-    time.sleep(0.001)
     group.show()
-    time.sleep(0.001)
     assert group.has_begun(before)
     assert not group.has_begun(hidden)
-    assert group.has_begun(time.time_ns())
+    assert group.has_begun(clock())
 
 
 def test_collectives_of_before_the_ranks_met_do_not_count(
-    group: DefaultGroup, monkeypatch: pytest.MonkeyPatch
+    group: DefaultGroup, clock: Callable[[], int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(group, "_prepare", lambda: None)
-    before = time.time_ns()
-    time.sleep(0.001)
+    before = clock()
     group.join()
     assert not group.has_begun(before)
-    assert group.has_begun(time.time_ns())
+    assert group.has_begun(clock())
 
 
 @pytest.fixture
