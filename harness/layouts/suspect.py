@@ -364,16 +364,24 @@ class Suspect:
             yield f"is right on {ranks(sorted(right))} alone: replicas differ"
 
     def factor(self, values: Values) -> float | None:
-        """Return the one factor by which values are the reference's; None if there is none, or it is 1."""
+        """Return the one factor by which values are the reference's; None if there is none, or it is 1.
+
+        Any number is a factor of another: of one element, however many ranks hold it, only a product of
+        sizes counts.
+        """
         expected = torch.cat([self.expected[rank].reshape(-1) for rank in values])
         actual = torch.cat([value.reshape(-1) for value in values.values()])
-        if len(expected) < 2 or not bool(expected.any()):  # any number is a factor of another
+        if not bool(expected.any()):
             return None
         factor = float(actual @ expected / (expected @ expected))
+        held = torch.cat([self.regions[rank].reshape(-1) for rank in values]).unique()
+        is_chance = int((held != PADDING).sum()) < 2 and not is_product(factor, self._sizes, self.microbatches)
         is_one = abs(factor - 1) < CLOSE
         return (
             factor
-            if not is_one and _is_close(actual, factor * expected, self.scale * max(1, abs(factor)))
+            if not is_one
+            and not is_chance
+            and _is_close(actual, factor * expected, self.scale * max(1, abs(factor)))
             else None
         )
 

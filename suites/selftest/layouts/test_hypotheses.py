@@ -146,8 +146,14 @@ def test_the_gradient_of_the_step_before_is_named() -> None:
     assert explanations(whole, values, regions, (before,), dp=2) == ["is that of the step before"]
 
 
-def test_a_single_number_of_one_rank_is_no_multiple_of_the_reference() -> None:
-    assert explanations(torch.tensor([3.0]), {0: torch.tensor([6.0])}, {0: torch.arange(1)}, pp=2) == []
+@pytest.mark.parametrize("size", [1, 2])
+def test_of_a_single_number_only_a_product_of_sizes_is_a_factor(size: int) -> None:
+    def explained(value: float) -> list[str]:
+        held = dict.fromkeys(range(size), torch.tensor([value]))
+        return explanations(torch.tensor([3.0]), held, dict.fromkeys(held, torch.arange(1)), dp=2)
+
+    assert explained(4.1) == []
+    assert explained(6.0) == ["is 2 times the reference: multiplied by dp (2) once too often"]
 
 
 class LeftInReduced(Plan):
