@@ -109,10 +109,13 @@ class Channel(Membership):
 
         Raises:
             OutOfSharedMemory: there is no memory for it.
+            ShmError: this rank has left the group, which would never give the memory back.
         """
+        what = f"a buffer of {numel} {dtype}"
         with self.lock:
+            self.check_usable(what)
             self._reclaim()
-            return self.arena.lend(numel, dtype, f"a buffer of {numel} {dtype}")
+            return self.arena.lend(numel, dtype, what)
 
     def await_readers(self, tensor: Tensor) -> None:
         """Return when no peer will read the memory of `tensor` any more for what was called so far.

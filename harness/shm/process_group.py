@@ -114,6 +114,7 @@ class ShmProcessGroup(_ProcessGroup):  # type: ignore[misc]
 
         Raises:
             OutOfSharedMemory: there is no memory for it.
+            ShmError: this rank has left the group.
         """
         return self._channel.allocate(numel, dtype)
 

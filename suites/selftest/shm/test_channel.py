@@ -248,6 +248,14 @@ def test_allocated_memory_has_readers_until_they_are_done(pair: list[Collectives
     assert gathered.tolist() == [5.0] * 4 + [1.0] * 4
 
 
+def test_a_rank_that_has_left_lends_no_memory(pair: list[Collectives]) -> None:
+    channel = pair[0].channel
+    channel.leave(0.0)
+    with pytest.raises(ShmError, match="a buffer of 4 torch.float32: this rank has left group"):
+        channel.allocate(4, torch.float32)
+    assert channel.arena.nbytes == 0
+
+
 def test_a_sum_in_allocated_memory_leaves_peers_what_they_read(pair: list[Collectives]) -> None:
     tensors = [end.channel.allocate(4, torch.float32).fill_(rank + 1.0) for rank, end in enumerate(pair)]
     begun = [end.all_reduce(tensor, 0) for end, tensor in zip(pair, tensors, strict=True)]
