@@ -136,6 +136,9 @@ class _Scan:
             if self.groups.is_dropped(line) and any(line is one for one in expected):
                 self.groups.dropped.remove(line)
                 self.groups.problems.append((line, "a process group that is expected to fail"))
+        if len(self.groups.backends) > 1:  # the rank's own group can be one of them at most
+            self.groups.problems += [(line, "one of several process groups") for line in self.groups.dropped]
+            self.groups.dropped = []
         for name, line in stores.items():
             inside = [node for one in self.groups.dropped for node in find_all(one, cst.Name)]
             uses = [node for node in find_all(method, cst.Name) if node.value == name]

@@ -227,8 +227,10 @@ def test_a_class_and_a_method_of_which_nothing_stays_are_empty() -> None:
 def test_a_method_of_two_groups_gets_a_comment() -> None:
     groups = "".join(f"        dist.init_process_group('{name}')\n" for name in ("gloo", "nccl"))
     ported = port(f"{CASE}    def test_two(self):\n{groups}")
-    assert comments(ported.code) == ['several backends: "gloo", "nccl"']
-    assert ported.notes == ['TestOne.test_two: several backends: "gloo", "nccl"']
+    why = 'several backends: "gloo", "nccl"'
+    assert comments(ported.code) == [why, *["one of several process groups"] * 2]
+    assert ported.notes == [f"TestOne.test_two: {reason}" for reason in ("one of several process groups", why)]
+    assert [line for line in groups.splitlines() if line not in ported.code.splitlines()] == []
 
 
 def test_a_class_of_device_tests_with_other_arguments_is_left() -> None:
