@@ -72,20 +72,22 @@ def in_order(
     and of those first the nearest of each file of claims, then of each function, then second cases and so
     on. A claim is near if much of what it runs is in the file of the mutant. Self-tests of its room or
     feature come before others. On gloo, if any runs the line there. Cases that were not recorded come after
-    those of their function that were. Last those of the same room that run the file: under a debugger, in
-    threads of C++ and in dynamo no line is recorded.
+    those of their function that were; if none was recorded, those that take long come after the others.
+    Last those of the same room that run the file: under a debugger, in threads of C++ and in dynamo no line
+    is recorded.
     """
     room = room_of(file)
     found, known = _running(claims, file, lines, room)
     rarest = _rarest(found, file, branches, words)
-    rounds: defaultdict[tuple[bool, bool, bool, int, int], list[Claim]] = defaultdict(list)
+    rounds: defaultdict[tuple[bool, bool, bool, bool, int, int], list[Claim]] = defaultdict(list)
     files: Counter[str] = Counter()
     functions: Counter[str] = Counter()
     for claim in sorted(found, key=lambda claim: (claim.is_guess, _nearness(claim, file))):
         is_common = claim.name not in rarest
         is_unknown = claim.name not in known
         is_far = PurePath(claim.file).parent.name != room or (claim.is_guess and not _nearness(claim, file))
-        key = is_unknown, is_common, is_far, functions[claim.function], min(files[claim.file], 1)
+        seen = functions[claim.function], min(files[claim.file], 1)
+        key = is_unknown, claim.is_slow, is_common, is_far, *seen
         rounds[key].append(claim)
         files[claim.file] += 1
         functions[claim.function] += 1

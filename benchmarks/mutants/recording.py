@@ -20,6 +20,12 @@ from mutants.copies import HERE, ROOT, Base, copy_of, digest, room_of
 CACHE = ROOT / "build" / "power"
 BATCH = 10
 """How many files of claims are recorded in one session."""
+OWN_SESSIONS = {
+    *("project", "pytester", "run_module", "run_pytest", "copy_project", "make_project", "start_browser"),
+    *("two_hosts", "bed", "subprocess", "supervisor"),
+}
+SHARED_SESSIONS = {"shared_project", "session", "run", "run_faults", "browser"}
+"""Words of self-tests that take seconds, as pytest runs in them; by these, once for several."""
 
 
 @dataclass(frozen=True)
@@ -37,6 +43,8 @@ class Claim:
     """The name of the longest fixture that it shares with other claims of its file."""
     is_guess: bool = False
     """Whether its lines are those of other cases of its function: it may run more."""
+    is_slow: bool = False
+    """Whether it takes seconds, as far as its words say; where it was recorded, its seconds do."""
 
     @property
     def file(self) -> str:
@@ -57,7 +65,10 @@ def words_of(text: str) -> frozenset[str]:
 
 
 def words_of_tests(base: Base, files: Iterable[str]) -> dict[str, frozenset[str]]:
-    """Return the words of each test function of the files, by its node id, and of what it uses there."""
+    """Return the words of each test function of the files, by its node id, and of what it uses there.
+
+    Its parameters are among them, however short.
+    """
     found = {}
     for file in files:
         source = (base.folder / file).read_text()
@@ -74,7 +85,8 @@ def words_of_tests(base: Base, files: Iterable[str]) -> dict[str, frozenset[str]
             for owner, each in inside:
                 if isinstance(each, ast.FunctionDef):
                     name = "::".join(filter(None, (file, owner, each.name)))
-                    found[name] = with_used(words_of(ast.get_source_segment(source, each) or ""), used)
+                    own = words_of(ast.get_source_segment(source, each) or "")
+                    found[name] = with_used(own | {every.arg for every in each.args.args}, used)
     return found
 
 
@@ -148,26 +160,23 @@ def record(base: Base, rooms: Collection[str], jobs: int, minutes: float, guess:
 
 
 def guesses_of_rooms(base: Base, backend: str, files: Sequence[str]) -> list[Claim]:
-    """Return the claims of `files`, as if each ran all of its room; those of a file run together."""
+    """Return the claims of `files`, as if each ran all of its room; those that share a session run together."""
     words = words_of_tests(base, files)
     lines_by_room: defaultdict[str, dict[str, frozenset[int]]] = defaultdict(dict)
     for path in base.subject.files(base.folder):
         name = str(path.relative_to(base.top))
         every = range(1, path.read_text().count("\n") + 2)
         lines_by_room[room_of(name)][name] = frozenset(every)
-    return [
-        Claim(
-            name,
-            backend,
-            2,
-            1.0,
-            lines_by_room[PurePath(name.partition("::")[0]).parent.name],
-            words.get(name.partition("[")[0], frozenset()) | words_of(name.partition("[")[2]),
-            shares=name.partition("::")[0],
-            is_guess=True,
-        )
-        for name in names_of(base, ["--backend", backend, *files])
-    ]
+    claims = []
+    for name in names_of(base, ["--backend", backend, *files]):
+        file = name.partition("::")[0]
+        used = words.get(name.partition("[")[0], frozenset())
+        shares = file if used & SHARED_SESSIONS else ""
+        lines = lines_by_room[PurePath(file).parent.name]
+        found = used | words_of(name.partition("[")[2])
+        is_slow = bool(shares or used & OWN_SESSIONS)
+        claims.append(Claim(name, backend, 2, 1.0, lines, found, shares, is_guess=True, is_slow=is_slow))
+    return claims
 
 
 def names_of(base: Base, options: Sequence[str]) -> list[str]:

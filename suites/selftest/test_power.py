@@ -101,7 +101,7 @@ def test_claims_with_the_rarest_word_of_the_line_come_first(monkeypatch: Any, tm
     )
     assert words == {
         "test_a.py::test_one": {"test_one", "shard", "offload"},
-        "test_a.py::TestA::test_two": {"test_two", "shard"},
+        "test_a.py::TestA::test_two": {"test_two", "shard", "self"},
     }
     claims = [
         module.Claim(name, "gloo", 2, 1.0, {"f.py": frozenset(lines)}, words[name])
@@ -127,6 +127,28 @@ def test_cases_that_were_not_recorded_may_run_the_line(monkeypatch: Any) -> None
 
     assert order(3, 2) == ["[1]", "[2]", "[0]"]
     assert order(9, 8) == ["[1]", "[2]", "[0]"]
+
+
+def test_of_claims_that_were_not_recorded_those_that_start_sessions_come_last(
+    monkeypatch: Any, tmp_path: Path
+) -> None:
+    module, recording = power(monkeypatch), power(monkeypatch, "mutants.recording")
+    file = "suites/selftest/leaks/test_a.py"
+    (tmp_path / file).parent.mkdir(parents=True)
+    (tmp_path / file).write_text(
+        "def test_own(project): ...\ndef test_shared(run): ...\n"
+        "def test_quick(): ...\ndef test_also_shared(run): ...\n"
+    )
+    (tmp_path / "leaks").mkdir()
+    (tmp_path / "leaks" / "guard.py").touch()
+    tests = ("own", "shared", "quick", "also_shared")
+    monkeypatch.setattr(recording, "names_of", lambda *_: [f"{file}::test_{name}" for name in tests])
+    subject = SimpleNamespace(files=lambda folder: [folder / "leaks" / "guard.py"])
+    base = SimpleNamespace(folder=tmp_path, top=tmp_path, subject=subject)
+    claims = recording.guesses_of_rooms(base, "gloo", [file])
+    assert [each.is_slow for each in claims] == [True, True, False, True]
+    ordered = [each.name.partition("::test_")[2] for each in module.in_order(claims, "leaks/guard.py", (1,))]
+    assert ordered == ["quick", "own", "shared", "also_shared"]
 
 
 SAMPLE = '''
