@@ -160,7 +160,7 @@ def record(base: Base, rooms: Collection[str], jobs: int, minutes: float, guess:
 
 
 def guesses_of_rooms(base: Base, backend: str, files: Sequence[str]) -> list[Claim]:
-    """Return the claims of `files`, as if each ran all of its room; those that share a session run together."""
+    """Return the claims of `files`, as if each ran all of its room; those of a shared session together."""
     words = words_of_tests(base, files)
     lines_by_room: defaultdict[str, dict[str, frozenset[int]]] = defaultdict(dict)
     for path in base.subject.files(base.folder):

@@ -374,14 +374,14 @@ class Suspect:
         if not bool(expected.any()):
             return None
         factor = float(actual @ expected / (expected @ expected))
-        held = torch.cat([self.regions[rank].reshape(-1) for rank in values]).unique()
-        is_chance = int((held != PADDING).sum()) < 2 and not is_product(factor, self._sizes, self.microbatches)
+        elements = torch.cat([self.regions[rank].reshape(-1) for rank in values]).unique()
+        is_single = int((elements != PADDING).sum()) == 1
+        if is_single and not is_product(factor, self._sizes, self.microbatches):
+            return None
         is_one = abs(factor - 1) < CLOSE
         return (
             factor
-            if not is_one
-            and not is_chance
-            and _is_close(actual, factor * expected, self.scale * max(1, abs(factor)))
+            if not is_one and _is_close(actual, factor * expected, self.scale * max(1, abs(factor)))
             else None
         )
 

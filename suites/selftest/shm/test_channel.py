@@ -251,7 +251,7 @@ def test_allocated_memory_has_readers_until_they_are_done(pair: list[Collectives
 def test_a_rank_that_has_left_lends_no_memory(pair: list[Collectives]) -> None:
     channel = pair[0].channel
     channel.leave(0.0)
-    with pytest.raises(ShmError, match="a buffer of 4 torch.float32: this rank has left group"):
+    with pytest.raises(ShmError, match=r"a buffer of 4 .*: this rank has left group"):
         channel.allocate(4, torch.float32)
     assert channel.arena.nbytes == 0
 
