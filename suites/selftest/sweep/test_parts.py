@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import errno
 import gc
+import json
 import os
 import re
-from collections import Counter
 from collections.abc import Callable
-from dataclasses import asdict
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -18,19 +17,12 @@ import torch
 
 from lockstep.features.injection.calls import INTERCEPTION
 from lockstep.features.injection.lost_peers import LostPeers
-from lockstep.features.sweep.controller import Budget, Progress, lines, make_plan
 from lockstep.features.sweep.directories import Directories, move_aside, owned
 from lockstep.features.sweep.files import FileCalls
 from lockstep.features.sweep.journal import Journal, lose_unsynced
-from lockstep.features.sweep.messages import Begins, Plan, Recorded, Resume
 from lockstep.features.sweep.plugin import pytest_configure
-from lockstep.features.sweep.points import Point, Spot, choose, points_of
-from lockstep.features.sweep.report import Counts, refusal
 from lockstep.features.sweep.striker import Striker
 from lockstep.features.sweep.sweep import Sweep
-from lockstep.world.clock import Clock
-
-SPOTS = [Spot(rank, "write", number, number - 1, "") for rank in range(2) for number in range(1, 51)]
 
 
 class Log:
@@ -212,62 +204,39 @@ def test_a_loss_of_power_takes_what_was_not_synced(tmp_path: Path) -> None:
     assert (folder / "synced").read_bytes() == b"data"
 
 
-def test_points_are_spread_over_kinds_ranks_and_phases() -> None:
-    points = points_of(SPOTS, ["kill", "fail", "full", "delay"])
-    assert len(points) == 400
-    chosen = choose(points, 40, seed=3)
-    assert chosen == choose(points, 40, seed=3)
-    assert chosen != choose(points, 40, seed=4)
-    assert Counter((each.kind, each.rank) for each in chosen) == {
-        (kind, rank): 5 for kind in ("kill", "fail", "full", "delay") for rank in range(2)
-    }
-    assert {(each.number - 1) // 10 for each in chosen if each.kind == "kill"} == set(range(5))
-    assert len(choose(points, None, seed=3)) == 400
-    parts = [choose(points, 100, seed=3)[part::3] for part in range(3)]
-    assert len({str(each) for part in parts for each in part}) == 100
-
-
-def recorded(number: int = 0, parts: int = 1) -> Recorded:
-    return Recorded(tuple(SPOTS[:50]), frozenset(), {}, ("kill",), 0.1, 0.1, True, (number, parts))
-
-
-def test_no_point_begins_after_the_seconds_of_the_budget() -> None:
-    for seconds, begins in ((60.0, True), (1e-9, False), (None, True)):
-        plan = make_plan([recorded()], Budget(None, seconds, None, 0))
-        assert isinstance(plan, Plan)
-        progress = Progress(Budget(None, seconds, None, 0), Resume(plan, (), 0, None))
-        run: Any = SimpleNamespace(outcomes=[], clock=Clock(60))
-        assert progress.meet(run, {0: Begins(0)}) is begins
-
-
-def test_a_point_that_is_not_there_is_refused() -> None:
-    only = Point.parse("kill rank 0 write 99")
-    said = "--sweep-point 'kill rank 0 write 99': there is no such point; there are rank 0: write 1 to 50"
-    assert make_plan([recorded()], Budget(None, None, only, 0)) == said
-
-
-def test_a_part_without_points_proves_what_it_can() -> None:
-    budget = Budget(2, None, None, 0)
-    made = [make_plan([recorded(number, 3)], budget) for number in range(3)]
-    plans = [plan for plan in made if isinstance(plan, Plan)]
-    assert [len(plan.points) for plan in plans] == [1, 1, 0]
-    assert [refusal([], plan)[:16] for plan in plans] == ["no point has run", "no point has run", ""]
-
-
-def test_parts_of_a_sweep_are_reported_as_one() -> None:
-    counts = [Counts(3, 2, {"kill": 1, "fail": 1}, 9, ("x",)), Counts(4, 4, {"kill": 2}, 9, ())]
-    reports = [
-        SimpleNamespace(
-            nodeid=f"test_x.py::test_y[a-part-{number + 1}-of-2]",
-            when="teardown",
-            user_properties=[("sweep", str(each)), ("sweep counts", asdict(each))],
-        )
-        for number, each in enumerate(counts)
+def lost_of(folder: Path, ops: list[tuple[str, str, str, int]]) -> dict[str, int]:
+    """Return the sizes of the files of a folder after operations, each with a size, and a loss of power."""
+    notes = folder / "journal"
+    lines = [
+        json.dumps([time, op, f"{folder}/{path}", f"{folder}/{target}" if target else "", size])
+        for time, (op, path, target, size) in enumerate(ops)
     ]
-    assert lines(reports) == [
-        "sweep test_x.py::test_y[a]: 6 of 7 points held: kill 3, fail 1; 2 made no difference; "
-        "2 of 9 did not run (--sweep-points all); written by code that is not seen: x"
-    ]
+    notes.write_text("\n".join(reversed(lines)))
+    paths = lose_unsynced([notes])
+    left = {each.name: each.stat().st_size for each in folder.iterdir() if each != notes}
+    assert {Path(each).name for each in paths} <= {*left}
+    return left
+
+
+@pytest.mark.parametrize(
+    ("ops", "kept"),
+    [
+        ([("write", "x", "", 8)], 0),
+        ([("open", "x", "", 5), ("write", "x", "", 8)], 5),
+        ([("open", "x", "", 5), ("open", "x", "", 3), ("write", "x", "", 8)], 3),
+        ([("open", "x", "", 3), ("open", "x", "", 5), ("write", "x", "", 8)], 3),
+        ([("open", "x", "", 0), ("write", "x", "", 8), ("fsync", "x", "", 8)], 8),
+        ([("open", "x", "", 0), ("fsync", "x", "", 8)], 8),
+        ([("open", "a", "", 0), ("write", "a", "", 8), ("fsync", "a", "", 6), ("rename", "a", "x", 8)], 6),
+        ([("write", "x", "", 8), ("rename", "a", "x", 8)], 8),
+        ([("rename", "a", "x", 8), ("write", "b", "", 2)], 8),
+    ],
+)
+def test_a_file_keeps_what_it_had_when_it_was_synced(
+    tmp_path: Path, ops: list[tuple[str, str, str, int]], kept: int
+) -> None:
+    (tmp_path / "x").write_bytes(DATA)
+    assert lost_of(tmp_path, ops) == {"x": kept}
 
 
 def test_ranks_on_two_hosts_are_refused() -> None:
@@ -284,6 +253,11 @@ def test_ranks_on_two_hosts_are_refused() -> None:
         ("sweep_seconds", -1.0, "--sweep-seconds -1.0: a number of seconds above 0"),
         ("sweep_point", "boom", "--sweep-point 'boom': write a point as reports name it"),
         ("sweep_point", "kill rank 1 sing 2", "the operations are collective, open, write"),
+        ("sweep_point", "maim rank 1 write 2", "'maim rank 1 write 2': the kinds are kill, torn, all"),
+        ("sweep_point", "kill rank x write 2", "'kill rank x write 2': write a point as"),
+        ("sweep_point", "kill rank 1 write x", "'kill rank 1 write x': write a point as"),
+        ("sweep_points", "0", "--sweep-points '0': a number from 1, or all"),
+        ("sweep_points", "1" * 10, "--sweep-points '1111111111': a number from 1, or all"),
     ],
 )
 def test_a_wrong_option_is_refused(option: str, value: object, why: str) -> None:
@@ -291,11 +265,6 @@ def test_a_wrong_option_is_refused(option: str, value: object, why: str) -> None
     config: Any = SimpleNamespace(option=SimpleNamespace(**options), getini=lambda name: "100")
     with pytest.raises(pytest.UsageError, match=re.escape(why)):
         pytest_configure(config)
-
-
-def test_the_name_of_a_point_is_read_back() -> None:
-    for point in points_of(SPOTS, ["kill", "power"]):
-        assert Point.parse(str(point)) == point
 
 
 def test_directories_are_put_back_and_taken_over(tmp_path: Path) -> None:
