@@ -229,7 +229,8 @@ class SharedFile:
                 file.write(join_info.pack())
             partial.rename(self._path)
         except OSError as error:
-            partial.unlink(missing_ok=True)
+            with contextlib.suppress(OSError):
+                partial.unlink()
             why = f"cannot leave the invitation in {self._path}: {words(error)}"
             raise LaunchError(f"{why}; give --meet and --secret-file on each host") from None
         self._is_ours = True

@@ -1,0 +1,196 @@
+"""The meeting of hosts: who is taken in, who is refused, and who comes too late."""
+
+from __future__ import annotations
+
+import json
+import re
+import socket
+from dataclasses import asdict, replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from lockstep.exceptions import LaunchError
+from lockstep.features.hosts import rendezvous
+from lockstep.features.hosts.hosts_file import (
+    HOSTS,
+    HostInfo,
+    read_hosts_file,
+)
+from lockstep.features.hosts.join_info import JoinInfo, Known
+from lockstep.features.hosts.launchers import NodePlace
+from lockstep.features.hosts.rendezvous import Comer, Membership, Rendezvous
+
+FIRST = HostInfo("a", "10.0.0.1", versions={"torch": "2"})
+SECOND = replace(FIRST, name="b", address="10.0.0.2", port=7)
+
+
+@pytest.fixture
+def meeting(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Node 0 of three hosts."""
+    monkeypatch.setattr(rendezvous, "_has_ended", lambda connection: connection.has_left)
+    made = Rendezvous(
+        NodePlace(0, 3), FIRST, JoinInfo("127.0.0.1", 0, b"s"), tmp_path / "hosts.json", {"A": "1"}
+    )
+    yield made
+    made.end(0)
+
+
+class Connected:
+    """A connection to a host, on which nothing has come."""
+
+    def __init__(self) -> None:
+        self.is_closed = self.has_left = False
+        self.sent: list[Any] = []
+
+    def send_bytes(self, data: bytes) -> None:
+        self.sent.append(json.loads(data))
+
+    def close(self) -> None:
+        self.is_closed = True
+
+
+def came(host: HostInfo = SECOND, nodes: object = 3) -> dict[str, Any]:
+    return json.loads(json.dumps({"nodes": nodes, "host": asdict(host)}))
+
+
+def test_hosts_come_and_get_names_of_their_own(meeting: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(HOSTS, str(meeting._path))
+    one, two = Connected(), Connected()
+    assert meeting._missing() == "node 1, 2 of 3"
+    assert meeting._answer(1, came(), one) == {"name": "b", "first": "a"}
+    assert (meeting._missing(), meeting._path.exists()) == ("node 2 of 3", False)
+    assert meeting._answer(2, came(), two) == {"name": "b-2", "first": "a"}
+    hosts = (FIRST, SECOND, replace(SECOND, name="b-2"))
+    assert meeting.await_all(0.0, print) == hosts
+    read = read_hosts_file()
+    assert read is not None
+    assert (read.hosts, read.environ) == (hosts, {"A": "1"})
+    taken = "node 1 is b (10.0.0.2) already: c (10.0.0.3) needs another number"
+    new = replace(SECOND, name="c", address="10.0.0.3")
+    assert meeting._answer(1, came(new), Connected()) == {"refused": taken, "is_taken": True}
+    one.has_left = True
+    back = Connected()
+    assert meeting._answer(1, came(new), back) == {"name": "c", "first": "a"}
+    assert one.is_closed
+    read = read_hosts_file()
+    assert read is not None
+    assert read.hosts == (FIRST, new, hosts[2])
+    assert "refused" in meeting._answer(3, came(), Connected())
+    assert meeting.await_all(0.0, print) == (FIRST, new, hosts[2])
+    meeting._connections[2] = two
+    for each in (back, two):
+        assert not each.is_closed
+
+
+def test_the_end_is_sent_to_all_hosts(tmp_path: Path) -> None:
+    made: Any = Rendezvous(NodePlace(0, 2), FIRST, JoinInfo("127.0.0.1", 0, b"s"), tmp_path / "x", {})
+    made._answer(1, came(nodes=2), there := Connected())
+    made.end(5)
+    assert (there.sent, there.is_closed, made._connections) == ([{"end": 5}], True, {})
+
+
+@pytest.mark.parametrize(
+    ("node", "nodes", "why"),
+    [
+        (0, 3, "b (10.0.0.2) came as node 0 of 3, and node 0 waits for 3 hosts"),
+        (3, 3, "b (10.0.0.2) came as node 3 of 3, and node 0 waits for 3 hosts"),
+        (1, 2, "b (10.0.0.2) came as node 1 of 2, and node 0 waits for 3 hosts"),
+    ],
+)
+def test_a_host_of_another_run_is_refused(meeting: Any, node: int, nodes: int, why: str) -> None:
+    assert meeting._answer(node, came(nodes=nodes), Connected()) == {"refused": why}
+    with pytest.raises(LaunchError, match=f"^{re.escape(why)}$"):
+        meeting.await_all(0.0, print)
+
+
+def test_hosts_have_the_same_versions(meeting: Any) -> None:
+    for versions, theirs in (({"torch": "3"}, "3"), ({}, "none")):
+        answer = meeting._answer(1, came(replace(SECOND, versions=versions)), Connected())
+        assert answer == {"refused": f"b has torch {theirs}, and node 0, a, has 2: install the same on both"}
+    assert rendezvous._difference(FIRST, replace(SECOND, versions={"torch": "2", "x": "1"})) == ""
+
+
+def test_a_host_has_ended_once_there_is_something_to_read() -> None:
+    one, other = socket.socketpair()
+    with one:
+        assert not rendezvous._has_ended(one)  # type: ignore[arg-type]
+        other.close()
+        assert rendezvous._has_ended(one)  # type: ignore[arg-type]
+
+
+def test_hosts_that_are_missing_are_named(meeting: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    said: list[str] = []
+    where = f"node 0, a, waits at 127.0.0.1:{meeting.join_info.port}"
+    why = f"node 1, 2 of 3 has not come within 0.02 s; {where}. Was it started there, and can it reach this?"
+    with pytest.raises(LaunchError, match=f"^{re.escape(why)}$"):
+        meeting.await_all(0.02, said.append)
+    assert said == []
+    monkeypatch.setattr(rendezvous, "SAY_AFTER", 0.01)
+    with pytest.raises(LaunchError):
+        meeting.await_all(0.02, said.append)
+    assert said == [f"waiting for node 1, 2 of 3, up to 0.02 s; {where}"]
+    meeting._place = NodePlace(0, rendezvous.NAMED + 3)
+    first = ", ".join(str(node + 1) for node in range(rendezvous.NAMED))
+    assert meeting._missing() == f"node {first}, and 2 more of {rendezvous.NAMED + 3}"
+
+
+def test_node_0_listens_where_it_can(tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        why = f"^node 0 cannot wait for the others at 127.0.0.1:{port}: Address already in use"
+        with pytest.raises(LaunchError, match=why):
+            Rendezvous(NodePlace(0, 2), FIRST, JoinInfo("127.0.0.1", port, b"s"), tmp_path / "x", {})
+
+
+def test_the_command_of_a_rerun_ends_before_the_arguments_of_pytest(monkeypatch: pytest.MonkeyPatch) -> None:
+    for typed in (["-m", "lockstep", "hosts", "--", "-x"], ["-m", "lockstep", "hosts"]):
+        monkeypatch.setattr(rendezvous.sys, "orig_argv", ["/bin/python", *typed])
+        assert rendezvous._command() == ("python", "-m", "lockstep", "hosts", "--")
+
+
+def test_a_host_learns_how_pytest_has_ended() -> None:
+    one, other = [SimpleNamespace(recv_bytes=lambda: b'{"end": 3}') for _ in range(2)]
+    assert Membership("b", "a", one).read_end() == 3  # type: ignore[arg-type]
+
+    def gone() -> bytes:
+        raise EOFError
+
+    other.recv_bytes = gone
+    assert Membership("b", "a", other).read_end() is None  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("error", "by_hand", "tries", "why"),
+    [
+        (ConnectionRefusedError(111, "refused"), False, 3, "node 0 cannot be reached at h:5: refused"),
+        (EOFError(), False, 3, "node 0 at h:5 has closed the connection"),
+        (LaunchError("an earlier run"), False, 3, "an earlier run"),
+        (LaunchError("the wrong one"), True, 1, "the wrong one"),
+        (rendezvous._Refused("no place"), False, 1, "no place"),
+    ],
+)
+def test_a_host_tries_to_come_until_its_time_is_over(
+    monkeypatch: pytest.MonkeyPatch, error: Exception, by_hand: bool, tries: int, why: str
+) -> None:
+    now, tried, said = 0.0, 0, []
+
+    def sleep(seconds: float) -> None:
+        nonlocal now
+        now += 6.0
+
+    def introduce(self: Comer, info: JoinInfo) -> Membership:
+        nonlocal tried
+        tried += 1
+        raise error
+
+    monkeypatch.setattr(rendezvous, "time", SimpleNamespace(monotonic=lambda: now, sleep=sleep))
+    monkeypatch.setattr(rendezvous, "SAY_AFTER", 5.0)
+    monkeypatch.setattr(Comer, "_introduce", introduce)
+    comer = Comer(NodePlace(1, 2), Known(JoinInfo("h", 5, b"s")), lambda *_: FIRST, said.append, by_hand)
+    with pytest.raises(LaunchError, match=f"^{re.escape(why)}$"):
+        comer.come(10.0)
+    assert tried == tries
+    assert said == ([f"{why}; trying for 10 s"] if tries > 1 else [])
