@@ -16,7 +16,7 @@ from lockstep.controller import requests
 from lockstep.controller.option_checks import check_folder, check_options, output_directory_of
 from lockstep.controller.requests import REFUSAL, Refusal, Request, report_refusal, request_of
 from lockstep.controller.rerun import rerun_line
-from lockstep.marker import RanksMark
+from lockstep.marker import MarkError, RanksMark
 from lockstep.options import DEFAULTS
 from lockstep.specification import WorldKey
 
@@ -225,6 +225,22 @@ def test_a_refusal_of_a_feature_comes_before_the_mark(tmp_path: Path) -> None:
     assert request_of(item) is None
     item.stash[REFUSAL] = refusal = Refusal("skipped", "no")
     assert request_of(item) is refusal
+
+
+def test_a_wrong_mark_is_refused_as_its_item_is_collected(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    item = item_of(config_of(tmp_path, hooks=Hooks()))
+    monkeypatch.setattr(requests, "read_mark", lambda item: RanksMark((2,)))
+    assert request_of(item) == Request(WorldKey(2, "gloo", "cpu"), False, 60.0)
+    assert request_of(item, 1) == Request(WorldKey(1, "gloo", "cpu"), False, 60.0)
+
+    def read(item: object) -> RanksMark:
+        raise MarkError("ranks() needs at least one world size")
+
+    monkeypatch.setattr(requests, "read_mark", read)
+    assert request_of(item) == Refusal("failed", "ranks() needs at least one world size")
+    assert request_of(pytest.DoctestItem.__new__(pytest.DoctestItem)) is None
 
 
 def test_a_refused_item_is_reported_where_it_is(tmp_path: Path) -> None:
