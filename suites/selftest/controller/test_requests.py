@@ -1,4 +1,4 @@
-"""What items request, the options that are refused, and the line that runs an item again."""
+"""Requests of items, options that are refused, and the line that runs an item again."""
 
 from __future__ import annotations
 
