@@ -122,6 +122,14 @@ def test_a_killed_rank_ends_with_what_it_has_started(tmp_path: Path) -> None:
     rank.kill()
 
 
+def test_a_rank_is_as_its_process() -> None:
+    child: Any = Child(5, sentinel=9, code=3)
+    rank = RankProcess(child, None)  # type: ignore[arg-type]
+    rank.join(0.5)
+    assert (rank.pid, rank.sentinel, rank.exitcode, child.done) == (5, 9, 3, [0.5])
+    assert (rank.is_lost, rank.moved) == (False, ())
+
+
 @pytest.mark.parametrize(
     ("module", "expected"), [("torch", True), ("torch.x", True), ("torchvision", False), ("x.torch", False)]
 )
