@@ -69,7 +69,7 @@ def test_ranks_are_spread_as_the_mark_says_or_else_the_option(two_hosts: HostsFi
     assert spread(RanksMark((2,), hosts=2)) == ((0, 1), (1, 1))
     assert spread(RanksMark((2,), hosts=1), ranks_hosts=2) == ()
     assert spread(RanksMark((2,)), ranks_hosts=2) == ((0, 1), (1, 1))
-    assert spread(RanksMark((1,)), size=1, ranks_hosts=2) == ()
+    assert spread(RanksMark((1,)), size=1, ranks_hosts=3) == ()
     assert spread(RanksMark((2,)), ranks_per_host=1) == ((0, 1), (1, 1))
     assert spread(RanksMark((3,)), "nccl", 3) == ((0, 2), (1, 1))
     lack = "5 ranks need a GPU each, the hosts of this run have 2, 2"

@@ -145,8 +145,10 @@ def test_processes_of_wide_fixtures_outlive_the_test(tested: Any) -> None:
     tested.add(started(23, alive=True))
     tested._of_fixtures.append(started(24))
     assert tested.pids() == {21, 22, 23}
+    tested._hung = {22}
     tested.begin(item_of())
     assert ([each.process.pid for each in tested._of_fixtures], tested._of_item) == ([21], [])
+    assert tested._hung == set()
     assert tested.end_all() == [
         "the session left behind process 21 (P-21, `f`), which was running and was ended"
     ]
