@@ -55,10 +55,7 @@ class Golden:
     def render(self) -> str:
         """Return the text of the file."""
         lines = [f"{_TITLE}{self.test}. Written by: pytest --update-goldens", f"{_MADE_BY}{self.made_by}"]
-        for entries in (self.values, self.collectives):
-            width = max((len(entry.name) for entry in entries), default=0)
-            lines += [entry.line(width) for entry in entries]
-            lines += [_COLLECTIVES] if entries is self.values else []
+        lines += [*_lines(self.values), _COLLECTIVES, *_lines(self.collectives)]
         return "\n".join(lines) + "\n"
 
     @classmethod
@@ -91,6 +88,11 @@ class Golden:
                 seen.add((entry.name, entry.ranks))
             parts[number > middle + 1].append(entry)
         return cls(test, lines[1].removeprefix(_MADE_BY), tuple(parts[0]), tuple(parts[1]))
+
+
+def _lines(entries: Sequence[GoldenEntry]) -> list[str]:
+    width = max((len(entry.name) for entry in entries), default=0)
+    return [entry.line(width) for entry in entries]
 
 
 def differences(golden: Golden, now: Golden, bounds: Tolerance | None) -> list[str]:
