@@ -12,7 +12,7 @@ from lockstep.features.timeline import FEATURE
 from lockstep.features.timeline.reader import read_timeline
 from lockstep.features.timeline.timeline import WORLD, Bar, Span, Timeline
 from lockstep.flight_entries import DEFAULT_GROUP, FlightRecord
-from lockstep.protocol import RankStatus
+from lockstep.protocol import Finished, RankStatus
 from lockstep.world.diagnosis import Diagnosis
 from lockstep.world.outcome import Died, Fate, ItemOutcome, RankOutcome, Stuck
 
@@ -75,6 +75,12 @@ def test_a_record_comes_from_the_end_of_the_test_or_of_a_rank_that_was_ended() -
     assert (timeline.nodeid, timeline.sentence) == ("id", "why")
     assert [lane.is_known for lane in timeline.lanes] == [True, True, False]
     assert [[bar.begun for bar in lane.bars] for lane in timeline.lanes[:2]] == [[5], [6]]
+
+
+def test_a_record_that_a_rank_has_sent_at_the_end_goes_before_others() -> None:
+    finished = Finished(True, 0, 0, parts={FEATURE: record(call(1, 7))})
+    timeline = read(outcome(rank(0, finished), rank(1), r0=record(call(1, 5)), r1=record(call(1, 6))))
+    assert [[bar.begun for bar in lane.bars] for lane in timeline.lanes] == [[7], [6]]
 
 
 def test_a_collective_ends_where_it_is_recorded_or_where_its_last_rank_began() -> None:

@@ -203,6 +203,20 @@ def test_what_is_missing_begins_where_the_ranks_own_last_call_ended() -> None:
     assert [each[0] for each in Picture(timeline(lane(0, *waits), failed)).boxes("missing")] == ["30.00%"]
 
 
+def test_a_missing_box_begins_with_the_first_of_the_others_and_after_its_own_last() -> None:
+    waits = bar(2, 30, 100, "waits")
+    others = lane(0, waits), lane(2, replace(waits, begun=40, state="failed"))
+    late = lane(1, bar(0, 1, 5), bar(1, 10, 35), missing=(waits.key,))
+    assert [each[0] for each in Picture(timeline(*others, late)).boxes("missing")] == ["35.00%"]
+    early = replace(late, bars=late.bars[:1])
+    picture = Picture(timeline(*others, early))
+    assert [each[0] for each in picture.boxes("missing")] == ["30.00%"]
+    over = bar(3, 50, 60)
+    groups = {(DEFAULT_GROUP, 0): (0, 1)}
+    mixed = lane(0, replace(over, state="failed")), lane(1, over), lane(2, missing=(over.key,))
+    assert [kind for kind, *_ in Picture(timeline(*mixed, groups=groups)).joins()] == ["join turn"]
+
+
 def test_a_rank_that_waits_for_the_one_at_fault_is_pale_where_it_is_late() -> None:
     waits, other = bar(1, 30, 100, "waits"), bar(2, 30, 100, "waits")
     lanes = lane(0, waits, missing=(other.key,)), lane(1, other), lane(2, missing=(waits.key,))
