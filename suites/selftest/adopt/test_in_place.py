@@ -90,7 +90,7 @@ def test_modules_below_a_package_are_of_it() -> None:
 
 
 class Base:
-    """What makes a class a test of DeepSpeed's kind."""
+    """The base class of tests of DeepSpeed's kind."""
 
     is_dist_test = True
     world_size: Any = 2
