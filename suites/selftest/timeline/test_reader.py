@@ -101,7 +101,8 @@ def test_a_collective_ends_where_it_is_recorded_or_where_its_last_rank_began() -
 
 def test_a_picture_begins_at_most_a_millisecond_before_the_first_call() -> None:
     def begun(at: int, **fields: Any) -> int:
-        return read(outcome(rank(0), rank(1), r0=record(call(1, at), **fields), r1=record(began=7))).begun
+        calls = record(call(1, at), call(2, 9_000_000), **fields)
+        return read(outcome(rank(0), rank(1), r0=calls, r1=record(began=7))).begun
 
     assert begun(5_000_000, began=9) == 4_000_000
     assert begun(5_000_000, began=4_500_000, taken=10**8) == 4_000_000
@@ -168,6 +169,13 @@ def test_calls_are_counted_from_the_beginning_of_the_test() -> None:
     ]
 
 
+def test_calls_that_a_record_has_lost_are_counted_too() -> None:
+    (lane,) = read(outcome(rank(0), r0=record(call(13, 10), before={DEFAULT_GROUP: 10}))).lanes
+    assert [bar.key[2] for bar in lane.bars] == [3]
+    failed = record(call(1, 10, failed=True), call(2, 20))
+    assert [bar.state for bar in read(outcome(rank(0), r0=failed)).lanes[0].bars] == ["failed", "over"]
+
+
 def test_groups_of_one_name_and_other_ranks_are_kept_apart() -> None:
     group = {"process_group": ("7", "own"), "pg_id": 3}
     first = record(call(3, 10, **group), groups={"7": (0, 1), "8": (0, 1, 2)}, before={"7": 2})
@@ -230,6 +238,8 @@ def test_what_a_rank_lost_with_a_connection_failed_then() -> None:
     lost = read(outcome(rank(0, None, reports), rank(1), r0=entries, r1=entries))
     assert brief(lost.lanes[0].bars) == [(1, "over", 10, 10), (2, "failed", 20, 25), (3, "over", 30, 30)]
     assert lost.lanes[0].fate == "failed"
+    just = read(outcome(rank(0, lost_others=[2e-8]), rank(1), r0=entries, r1=entries))
+    assert [bar.state for bar in just.lanes[0].bars] == ["over", "failed", "over"]
     others = read(outcome(rank(0, lost_others=[15e-9]), rank(1), r0=entries, r1=entries))
     assert [bar.state for bar in others.lanes[0].bars] == ["failed", "over", "over"]
     for harmless in ({"outcome": "passed"}, {"longrepr": "assert 0"}, {"stop": 5e-9}):
@@ -281,7 +291,7 @@ def test_a_death_after_the_last_record_ends_the_picture() -> None:
     ],
 )
 def test_a_rank_that_was_ended_says_where(state: str, retired: bool, fate: str, place: str) -> None:
-    status = stuck(state, record(call(1, 10, retired=retired)), call="save()", case="case")
+    status = stuck(state, record(call(1, 5), call(2, 10, retired=retired)), call="save()", case="case")
     ended = outcome(rank(0, status), rank(1), r1=record(call(1, 10)))
     (lane, other) = read(ended).lanes
     assert (lane.fate, lane.place, other.fate) == (fate, place, "passed")
@@ -320,7 +330,7 @@ def test_phases_and_subtests_are_spans_with_what_stacks_show() -> None:
 
 
 def test_a_subtest_ends_where_others_follow() -> None:
-    joins = (0, (0, 1)), (45, (0,)), (60, (0,))
+    joins = (0, (0, 1)), (45, (0,)), (50, (0,))
     entries = record(call(1, 10), call(2, 20, retired=False), call(3, 50), call(4, 70), joins=joins)
     timeline = read(outcome(rank(0), rank(1), r0=entries, r1=record(joins=joins, taken=40)), until=50)
     assert timeline.end == 50
