@@ -104,7 +104,8 @@ def _is_same(actual: torch.Tensor, expected: torch.Tensor) -> bool:
     """Return whether two plain tensors are equal beyond doubt, as most are: `assert_close` takes 40 us."""
     if not type(actual) is type(expected) is torch.Tensor:
         return False
-    if actual.is_meta or actual.layout is not torch.strided:  # `torch.equal` raises
+    is_float8 = actual.is_floating_point() and actual.dtype.itemsize == 1
+    if actual.is_meta or is_float8 or actual.layout is not torch.strided:  # `torch.equal` raises
         return False
     kinds = [(tensor.dtype, tensor.device, tensor.layout) for tensor in (actual, expected)]
     return kinds[0] == kinds[1] and torch.equal(actual, expected)
@@ -120,9 +121,10 @@ def _resolve(tolerance: Tolerance | torch.dtype | None, *dtypes: torch.dtype) ->
 def _row(dtype: torch.dtype) -> Tolerance:
     if not (dtype.is_floating_point or dtype.is_complex):
         return EXACT
-    if dtype not in TOLERANCES:
+    of_parts = dtype.to_real() if dtype.is_complex else dtype
+    if of_parts not in TOLERANCES:
         raise ValueError(f"TOLERANCES has no row for {dtype}: pass a Tolerance")
-    return TOLERANCES[dtype]
+    return TOLERANCES[of_parts]
 
 
 def _kind(tensor: torch.Tensor | None) -> str:

@@ -28,6 +28,7 @@ from lockstep.assertions import (
     per_rank_batches,
     train,
 )
+from lockstep.assertions.agreement import gathered, largest
 from lockstep.assertions.closeness import differences
 
 F16, F32 = torch.float16, torch.float32
@@ -295,6 +296,19 @@ def test_any_other_difference_in_bits_is_a_disagreement(world, values, reason):
 
 
 @pytest.mark.ranks(2)
+@pytest.mark.parametrize("count", [5, 6])
+def test_five_names_that_differ_are_listed(world, count):
+    tensors = {f"w{n}": torch.full((1,), float(world.rank)) for n in range(count)}
+    with pytest.raises(AssertionError) as failure:
+        assert_same_across_ranks(tensors)
+    lines = str(failure.value).splitlines()
+    assert [line.partition(": ")[0] for line in lines[:5]] == [
+        f"rank 1 differs from rank 0 in w{n}" for n in range(5)
+    ]
+    assert lines[5:] == ["and more names"] * (count - 5)
+
+
+@pytest.mark.ranks(2)
 def test_agreement_about_nothing_fails(world):
     with pytest.raises(AssertionError, match=r"no tensors to compare on ranks \[1\]"):
         assert_same_across_ranks({} if world.rank else {"w": torch.ones(1)})
@@ -311,6 +325,14 @@ def test_ranks_fail_together(world):
         fail_together(["bad"] if world.rank == 1 else [])
     fail_together([])
     dist.barrier()  # no rank was left in a collective
+
+
+def test_one_process_is_rank_0_of_1():
+    with pytest.raises(AssertionError, match=r"\Arank 0: one\nrank 0: two\Z"):
+        fail_together(["one", "two"])
+    fail_together([])
+    assert gathered("value") == {0: "value"}
+    assert largest(torch.tensor([2, 1]), None).tolist() == [2, 1]
 
 
 # dtypes
@@ -344,6 +366,22 @@ def test_gradient_dtype_is_seen():
 def test_pattern_that_fits_nothing_fails():
     with pytest.raises(AssertionError, match=r"no parameter is named like 'typo\.\*'"):
         assert_parameter_dtypes(nn.Linear(2, 2), {"typo.*": F16, "*": F32})
+
+
+def test_patterns_count_in_their_order_and_wrong_ones_are_listed_first():
+    model = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
+    with pytest.raises(AssertionError) as failure:
+        assert_parameter_dtypes(model, {"?.bias": F16, "0.*": F32, "1.bias": F32, "typo": F16})
+    assert str(failure.value).splitlines() == [
+        "parameter dtypes:",
+        "no parameter is named like '1.bias'",
+        "no parameter is named like 'typo'",
+        "0.bias is torch.float32, expected torch.float16",
+        "1.weight is torch.float32, and no pattern matches it",
+        "1.bias is torch.float32, expected torch.float16",
+    ]
+    with pytest.raises(AssertionError, match=r"\Abuffer dtypes:\n1\.running_mean is torch.float32, expected"):
+        assert_buffer_dtypes(model, F16)
 
 
 def test_name_without_a_pattern_fails():
@@ -392,6 +430,63 @@ def test_another_dtype_is_a_difference_unless_that_is_allowed():
 def test_integers_are_compared_exactly():
     with pytest.raises(AssertionError, match="n: "):
         assert_named_close({"n": torch.tensor([10**6])}, {"n": torch.tensor([10**6 + 1])})
+
+
+@pytest.mark.parametrize(
+    ("dtype", "rtol"),
+    [(torch.float64, 1e-7), (F32, 1.3e-6), (F16, 1e-3), (torch.bfloat16, 1.6e-2), (torch.complex128, 1e-7)],
+)
+def test_a_dtype_has_its_row_of_tolerances(dtype, rtol):
+    expected = {"w": torch.full((1,), 1000.0, dtype=torch.complex128 if dtype.is_complex else torch.float64)}
+    for of_rtol, count in (0.9, 0), (1.1, 1):
+        actual = {"w": expected["w"] * (1 + of_rtol * rtol)}
+        assert len(differences(actual, expected, dtype)) == count
+
+
+def test_the_looser_row_is_taken_whichever_tensor_has_it():
+    one, close = torch.ones(1), torch.tensor([1.0005], dtype=F16)
+    assert differences({"w": one}, {"w": close}, same_dtype=False) == []
+
+
+def test_a_dtype_without_a_row_needs_a_tolerance():
+    one = {"w": torch.ones(1).to(torch.float8_e4m3fn)}
+    with pytest.raises(
+        ValueError, match=r"\ATOLERANCES has no row for torch\.float8_e4m3fn: pass a Tolerance\Z"
+    ):
+        differences(one, one)
+    assert differences(one, one, Tolerance(0.0, 0.0)) == []
+
+
+def test_tensors_that_are_not_plain_are_compared():
+    sparse = {"w": torch.tensor([1.0, 0.0]).to_sparse()}
+    assert differences(sparse, sparse) == []
+    assert differences({"w": nn.Parameter(torch.ones(2))}, {"w": torch.ones(2)}) == []
+    assert differences({"w": nn.Parameter(torch.ones(2))}, {"w": torch.zeros(2)}) != []
+    assert differences({"w": torch.tensor([1, 0])}, {"w": torch.tensor([1.0, 0.0])}) == [
+        "w: The values for attribute 'dtype' do not match: torch.int64 != torch.float32"
+    ]
+
+
+def test_differences_are_in_order_a_line_for_each_name():
+    expected = {"a": torch.ones(2), "b": None, "c": torch.ones(1), "d": torch.ones(()), "e": None}
+    actual = {
+        "f": None,
+        "e": None,
+        "d": torch.zeros(()),
+        "b": torch.ones(2, 3),
+        "a": torch.tensor([1.0, 2.0]),
+    }
+    assert differences(actual, expected) == [
+        "c: missing",
+        "f: not expected",
+        "a: Mismatched elements: 1 / 2 (50.0%);"
+        " Greatest absolute difference: 1.0 at index (1,) (up to 1e-05 allowed);"
+        " Greatest relative difference: 1.0 at index (1,) (up to 1.3e-06 allowed)",
+        "b: a tensor [2, 3], expected None",
+        "d: Expected 1.0 but got 0.0;"
+        " Absolute difference: 1.0 (up to 1e-05 allowed);"
+        " Relative difference: 1.0 (up to 1.3e-06 allowed)",
+    ]
 
 
 def test_given_tolerance_rules():
