@@ -112,10 +112,7 @@ def canonical_modules(model: nn.Module, parameters: Iterable[str]) -> dict[nn.Mo
         return found
 
     def fit_as_wrapper(module: nn.Module, name: str) -> dict[nn.Module, str] | None:
-        own = list(module.children())
-        if len(own) > 1 and not children.get(name):
-            return None  # nothing shows which of them it wraps
-        inner = next((found for child in own if (found := fit(child, name)) is not None), None)
+        inner = next((found for child in module.children() if (found := fit(child, name)) is not None), None)
         return None if inner is None else {module: f"{name} ({type(module).__name__})".strip(), **inner}
 
     return fit(model, "") or {}
