@@ -364,11 +364,17 @@ def test_an_outline_has_the_events_with_values() -> None:
 def test_a_parting_of_ranks_is_described_with_the_values_of_all() -> None:
     before = event("gradient", "w", [1.0, 2.0], step=0)
     at = event("updated parameter", "w", [1.0, 2.0], step=1, line="a.py:9")
-    values = {0: torch.tensor([1.0, 2.0]), 2: torch.tensor([1.0, 2.0]), 4: torch.tensor([1.0, 7.5]), 5: None}
+    values = {
+        0: None,
+        1: torch.tensor([1.0, 2.0]),
+        2: torch.tensor([1.0, 2.0]),
+        4: torch.tensor([1.0, 7.5]),
+        5: None,
+    }
     assert describe_ranks(at, before, values, [cast("too early"), before, cast(), at, cast("too late")]) == [
         "first divergence between ranks: step 1, optimizer step: parameter `w` after the optimizer's step"
         " at a.py:9",
-        "  rank 0 2, rank 2 2, rank 4 7.5, rank 5 nothing at (1,), (float32 [2])",
+        "  rank 0 nothing, rank 1 2, rank 2 2, rank 4 7.5, rank 5 nothing at (1,), (float32 [2])",
         "  last agreement: step 0, after backward: gradient of `w` that the optimizer reads",
         "  in between: cast float32 to bfloat16 at a.py:1",
     ]
@@ -380,6 +386,7 @@ def test_a_gradient_that_nothing_has_reduced_is_said_to_be_so() -> None:
     never = "  they never agreed: this is its first use that was recorded"
     unreduced = "  no collective ran before: nothing has reduced it"
     assert describe_ranks(gradient, None, values, [gradient])[2:] == [never, unreduced]
+    assert describe_ranks(gradient, event("gradient", "w"), values, [gradient])[2:] == [never, unreduced]
     collective = event("output of collective", "all_reduce", [1.0])
     assert describe_ranks(gradient, None, values, [collective, gradient])[2:] == [never]
     assert describe_ranks(gradient, None, values, [gradient, collective])[2:] == [never, unreduced]
