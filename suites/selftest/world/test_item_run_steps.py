@@ -650,7 +650,14 @@ def test_a_loop_begins_with_the_order_and_ends_with_the_last_rank() -> None:
         own.send(FINISHED)
         rank.sources = lambda rank=rank: (rank.wire,)  # type: ignore[method-assign, misc]
         rank.read = lambda source: [source.recv()]  # type: ignore[attr-defined]
-    outcome = ItemRun.run(run, run._handles)
+    del run._handles, run._probes
+    run.outcomes = ()
+    run.ranks[1].host = "far"
+    run.clock.timeout = math.inf
+    run.clock.restart()
+    handles: Any = run.ranks
+    outcome = ItemRun.run(run, handles)
+    assert [rank.host for rank in outcome.ranks] == ["", "far"]
     assert seen == [f"{names[0]} 2", names[1]]
     assert run.sent(RunItem) == [[ORDER]] * 2
     assert [rank.fate for rank in outcome.ranks] == [FINISHED] * 2
