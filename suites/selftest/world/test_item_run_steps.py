@@ -404,6 +404,21 @@ def test_dead_ranks_have_left_a_world_that_is_rebuilt() -> None:
     assert not run._standstill.confirm(found)
 
 
+def test_the_time_of_a_test_begins_when_all_files_are_imported(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [0.0]
+    monkeypatch.setattr("time.monotonic", lambda: now[0])
+    run = Steps(timeout=5.0)
+    run.take(0, Collecting("a.py"))
+    now[0] = 1.0
+    run.take(1, Collecting("a.py"))
+    assert run.clock.deadline == 61.0
+    run.take(0, ItemStarted())
+    assert run.clock.deadline == 61.0
+    now[0] = 2.0
+    run.take(1, ItemStarted())
+    assert run.clock.deadline == 7.0
+
+
 def test_the_time_of_a_test_begins_again_where_all_ranks_say_so(monkeypatch: pytest.MonkeyPatch) -> None:
     now = [0.0]
     monkeypatch.setattr("time.monotonic", lambda: now[0])
@@ -562,7 +577,9 @@ def test_what_waits_for_a_person_begins_without_a_suspicion() -> None:
     run._probes.due = 0.0
     run.paused = {1}
     run.clock.deadline = 0.0
+    run.clock.begin_grace()
     run._end_what_is_over({1})
+    assert run.clock.grace == math.inf
     assert not run._probes.answers
     assert run._probes.due > 0.0
     assert not run._standstill.confirm(found)
