@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from lockstep.flight_entries import DEFAULT_GROUP
-from lockstep.protocol import Issued, RankStatus, State
-from lockstep.world.diagnosis import Diagnosis, diagnose, find_mismatch, in_flight, name_of, place_of
+from lockstep.protocol import MEETING, Issued, RankStatus, State
+from lockstep.world.diagnosis import Diagnosis, diagnose, find_mismatch, in_flight, name_of, named, place_of
 from lockstep.world.standstill import Standstill
 
 PLACE = "test_a.py:7 in test_a"
@@ -240,6 +240,76 @@ def test_numbers_count_from_the_beginning_of_the_test() -> None:
 def test_descriptions_omit_absent_tensors_and_name_other_groups() -> None:
     assert name_of(issued("barrier", 1, dtypes=(), shapes=())) == "barrier #1"
     assert name_of(issued("barrier", 1, group="mesh_dp", dtypes=())) == "barrier #1 of group mesh_dp"
+
+
+def test_a_meeting_is_named_by_its_call() -> None:
+    assert name_of(issued("init_process_group", 1, group=MEETING)) == "init_process_group"
+    assert name_of(issued("init_process_group", 2, group=MEETING)) == "init_process_group #2"
+
+
+def test_a_place_has_the_call_and_the_case() -> None:
+    assert place_of(doing()) == PLACE
+    assert place_of(doing(case="n=1", call="recv")) == f"recv at {PLACE} [n=1]"
+    ended = issued("barrier", 1, (), in_flight=False)
+    assert place_of(doing(ended, issued("all_reduce", 2))) == f"all_reduce #2 (float [3]) at {PLACE}"
+    assert place_of(doing(state="votes", case="n=1")) == "the wait for other ranks after [n=1]"
+    assert place_of(doing(state="votes", call="world.rebuild")) == "the wait for other ranks in world.rebuild"
+
+
+def test_parties_of_a_mismatch_are_in_the_tense_of_their_state() -> None:
+    def past(op: str) -> RankStatus:
+        return doing(issued(op, 1, (), in_flight=False))
+
+    ranks = [doing(issued("barrier", 1, ())), past("barrier"), past("all_reduce")]
+    assert diagnosis_of(*ranks).sentence.startswith("mismatch: rank 2 was in all_reduce #1 (float []) while ")
+    assert diagnosis_of(*ranks).sentence.endswith("ranks 0, 1 are in barrier #1 (float [])")
+    over = doing(issued("gather", 1, (), in_flight=False), state="idle")
+    assert (
+        "ranks 0, 3 were in gather #1"
+        in diagnosis_of(past("gather"), ranks[0], ranks[0], over, ranks[0]).sentence
+    )
+    assert "rank 1 called gather #1" in diagnosis_of(ranks[0], over, ranks[0]).sentence
+
+
+def test_of_many_parties_a_few_are_named() -> None:
+    many = [doing(issued(op, 1, ())) for op in ("a", "b", "c", "d", "e", "e")]
+    assert diagnosis_of(*many).sentence.endswith(
+        "rank 3 is in d #1 (float []), and 2 ranks more did otherwise"
+    )
+    assert "otherwise" not in diagnosis_of(*many[:4]).sentence
+
+
+def test_of_many_runs_of_ranks_the_first_are_named() -> None:
+    assert named(range(0, 12, 2)) == "ranks 0, 2, 4, 6, 8, 10"
+    assert named(range(0, 14, 2)) == "ranks 0, 2, 4, 6, 8, 2 more"
+    assert named([4, 3, 9, 8, 7]) == "ranks 3, 4, 7-9"
+
+
+def test_the_rank_that_no_other_rank_keeps_waiting_explains_the_wait() -> None:
+    first = issued("all_reduce", 1, group="1", ranks=(0, 1))
+    second = issued("all_reduce", 1, group="2", ranks=(1, 2))
+    found = diagnosis_of(doing(first), doing(second), doing(where="b.py:1 in f"))
+    assert found.sentence == (
+        "rank 1 waits in all_reduce #1 (float [3]) of group 2 (ranks 1, 2), "
+        "which rank 2 never reached: it is at b.py:1 in f"
+    )
+
+
+def test_a_wait_for_a_vote_is_not_hopeless() -> None:
+    votes = doing(state="votes", case="n=1")
+    found = diagnosis_of(votes, doing(), votes)
+    assert found.sentence == f"ranks 0, 2 wait at the end of [n=1] for rank 1: rank 1 is at {PLACE}"
+    assert (found.blame, found.is_hopeless) == ({1}, False)
+
+
+def test_roots_are_suspected_where_all_wait_in_what_has_one() -> None:
+    rooted = doing(issued("barrier", 1, (), in_flight=False), issued("broadcast", 2))
+    assert diagnosis_of(rooted, rooted).sentence.startswith("all ranks wait in broadcast #2 (float [3]): do ")
+    assert diagnose({0: rooted, 1: rooted}, 3) is None
+    unrooted = doing(issued("all_reduce", 2))
+    assert diagnose({0: unrooted, 1: unrooted}, 2) is None
+    gone_on = doing(issued("broadcast", 2, in_flight=False))
+    assert diagnose({0: rooted, 1: gone_on}, 2) is None
 
 
 def test_ranks_that_wait_for_each_other_and_for_a_third_are_a_deadlock() -> None:
