@@ -6,8 +6,10 @@ import os
 import sys
 import warnings
 from collections.abc import Generator, Sequence
+from dataclasses import dataclass, replace
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, ClassVar
+from unittest.mock import Mock
 
 import pytest
 
@@ -227,7 +229,21 @@ def test_by_the_policy_what_is_left_fails_the_test_or_is_ignored(
     with pytest.raises(pytest.fail.Exception, match=message), pytest.warns(UserWarning, match="a thread"):
         drive(guards.pytest_runtest_teardown())
     assert calls == [("state", False), ("other", True)]
+    two: Any = Guard("two", calls, "more")
+    guards._guards = (*guards._guards, two)
+    failed = pytest.raises(pytest.fail.Exception, match="a variable")
+    with failed, pytest.warns(UserWarning, match="left behind") as caught:
+        drive(guards.pytest_runtest_teardown())
+    assert [str(each.message) for each in caught] == [
+        "the test left behind a thread",
+        "the test left behind more",
+    ]
     guards._guards[0].left = ()  # type: ignore[attr-defined]
+    guards._guards[1].left = ()  # type: ignore[attr-defined]
+    with pytest.raises(pytest.fail.Exception, match="left behind more"):
+        drive(guards.pytest_runtest_teardown())
+    guards._guards = guards._guards[:2]
+    guards._guards[1].left = ("a thread",)  # type: ignore[attr-defined]
     with pytest.raises(pytest.fail.Exception, match="left behind a thread"):
         drive(guards.pytest_runtest_teardown())
     guards._policy = "off"
@@ -321,3 +337,100 @@ def test_state_that_was_changed_is_restored(monkeypatch: pytest.MonkeyPatch) -> 
         assert os.environ["OF_A_FILE"] == "1"
     finally:
         monkeypatch.undo()
+
+
+@dataclass(frozen=True)
+class Names:
+    """The state of a rank as names; those that begin with "fixed" cannot be restored."""
+
+    names: frozenset[str] = frozenset()
+    process_groups: frozenset[str] = frozenset()
+
+    now: ClassVar[Names]
+    ended: ClassVar[int]
+
+    @classmethod
+    def capture(cls) -> Names:
+        return Names.now
+
+    def with_changes(self, before: Names, after: Names) -> Names:
+        names = self.names - (before.names - after.names) | (after.names - before.names)
+        return replace(self, names=names)
+
+    def changes(self, now: Names) -> list[str]:
+        return sorted((now.names ^ self.names) | (now.process_groups ^ self.process_groups))
+
+    def restore(self) -> None:
+        Names.now = replace(
+            Names.now, names=self.names | {n for n in Names.now.names if n.startswith("fixed")}
+        )
+
+    def end_groups(self) -> None:
+        Names.ended += 1
+        Names.now = replace(Names.now, process_groups=self.process_groups)
+
+
+def state_guard(monkeypatch: pytest.MonkeyPatch, has_group: bool = True) -> StateGuard:
+    """Return the guard of a rank that begins with one process group."""
+    monkeypatch.setattr(module, "RankState", Names)
+    monkeypatch.setattr(module, "DTensorResults", lambda: Mock())
+    Names.now, Names.ended = Names(process_groups=frozenset({"default"})), 0
+    guard = StateGuard(StreamGuard(), Mock(), has_group)
+    guard.start()
+    guard.before()
+    return guard
+
+
+def with_names(*names: str, groups: tuple[str, ...] = ("default",)) -> Names:
+    return Names(frozenset(names), frozenset(groups))
+
+
+def test_what_cannot_be_restored_is_known_until_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    guard = state_guard(monkeypatch)
+    Names.now = with_names("fixed", "free")
+    assert guard.after(raised=False) == ["fixed", "free"]
+    assert not guard.is_restored
+    assert Names.now == with_names("fixed")
+    Names.now = with_names("free")
+    guard.after(raised=False)
+    assert guard.is_restored
+
+
+def test_groups_that_a_test_leaves_end_once_all_ranks_have_ended_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    guard = state_guard(monkeypatch)
+    guard.end_groups()
+    assert Names.ended == 0
+    Names.now = with_names(groups=("default", "own"))
+    assert guard.after(raised=False) == ["own"]
+    assert guard.is_restored
+    guard.end_groups()
+    guard.end_groups()
+    assert Names.ended == 1
+    guard.before()
+    assert guard.baseline == with_names()
+
+
+def test_groups_are_expected_in_a_world_that_starts_without_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    guard = state_guard(monkeypatch, has_group=False)
+    Names.now = with_names(groups=("default", "own"))
+    assert guard.after(raised=False) == []
+    Names.now = with_names(groups=())
+    assert guard.after(raised=False) == ["default"]
+
+
+def test_groups_that_are_gone_after_a_failure_are_no_change(monkeypatch: pytest.MonkeyPatch) -> None:
+    guard = state_guard(monkeypatch)
+    Names.now = with_names(groups=())
+    assert guard.after(raised=True) == []
+    assert guard.after(raised=False) == ["default"]
+    assert not guard.is_restored
+
+
+def test_what_the_harness_changes_is_of_no_test(monkeypatch: pytest.MonkeyPatch) -> None:
+    guard = state_guard(monkeypatch)
+    Names.now = with_names("of a test")
+    before = guard.capture()
+    Names.now = with_names("of a test", "of the harness")
+    guard.adopt(before)
+    assert guard.after(raised=False) == ["of a test"]
+    assert Names.now == with_names("of the harness")
