@@ -19,12 +19,13 @@ from hypothesis.internal.conjecture.data import ConjectureData
 
 from lockstep.features.properties.attempt import Attempt
 from lockstep.features.properties.crashed import CrashGuard
-from lockstep.features.properties.crashed_examples import CrashSearch
+from lockstep.features.properties.crashed_examples import CrashSearch, find_smallest
 from lockstep.features.properties.desync import END, OutOfStep, describe_draws
 from lockstep.features.properties.examples import Examples
 from lockstep.features.properties.execution import LockstepDatabase, SharedConstants
 from lockstep.features.properties.hypothesis_internals import call_before_rules
 from lockstep.features.properties.messages import (
+    CRASHED,
     FEATURE,
     CrashedExample,
     Drawn,
@@ -154,6 +155,33 @@ def test_a_quick_loss_leaves_time_to_search_on() -> None:
     assert search.add(_ended_in(_outcome(DIED), _example(b"a")))
     found = _search_in(search.order(ORDER))
     assert (found.continues, found.entropy) == (True, 5)
+
+
+def test_ranks_outside_of_an_example_are_not_blamed() -> None:
+    crashed = _crashed(_outcome(_stuck("runs"), _stuck("runs")), None, _example(b"b"))
+    assert [each.how for each in crashed] == ["rank 1 hung in a line"]
+
+
+def test_the_crash_of_the_example_that_a_search_ends_with_is_reported() -> None:
+    first, second = (_ended_in(_outcome(DIED), _example(choices)) for choices in (b"ab", b"a"))
+    last = _outcome(FINISHED)
+    last.ranks[0].reports.append({"outcome": "passed"})
+    last.ranks[0].reports.append({"outcome": "failed", CRASHED: 1})
+    runs = iter([second, last])
+    orders: list[RunItem] = []
+
+    def run(order: RunItem) -> ItemOutcome:
+        orders.append(order)
+        return next(runs)
+
+    found = find_smallest(ORDER, first, run)
+    assert found is not None
+    assert found == replace(second, last_run=last)
+    assert [len(_search_in(order).crashed) for order in orders] == [1, 2]
+    assert find_smallest(ORDER, _outcome(FINISHED), run) is None
+    without = _outcome(FINISHED)
+    runs = iter([without])
+    assert find_smallest(ORDER, first, run) is without
 
 
 # What ranks read
