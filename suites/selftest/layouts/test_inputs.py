@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from lockstep.bounds import MOST_PROCESSES, MOST_RANKS
 from lockstep.features.layouts.mark import MarkError, contains, parse_mark
 from lockstep.layouts import Layout, Sharded, ShardMap, assert_same_as_unsharded, witness_batches
 from lockstep.layouts.batches import refuse
@@ -292,6 +293,23 @@ def test_a_shard_map_that_does_not_fit_is_refused(layout: Layout, shards: ShardM
         ((), {"dp": (2, 2)}, r"layouts\(dp=\(2, 2\)\): no option"),
         ((), {"DP": (1, 2)}, r"layouts\(DP=\.\.\.\): an axis is a word"),
         ((), {"dp": (1, 2), "at_most": 1}, r"layouts\(at_most=1\): a number of ranks from 2 to"),
+        ((), {"dp": (1, 2), "at_most": True}, r"layouts\(at_most=True\): a number of ranks from 2 to"),
+        ((), {"dp": (1, 2), "at_most": 10**9}, rf"a number of ranks from 2 to {MOST_PROCESSES}\Z"),
+        (
+            (),
+            {"dp": (2,), "at_most": 10**9, "backend": "fake"},
+            rf"a number of ranks from 2 to {MOST_RANKS}\Z",
+        ),
+        ((), {"dp": (2,), "backend": "fake", "as_rank": "all"}, r"layouts\(as_rank='all'\): one rank, which"),
+        (
+            (),
+            {"dp": (1, 2), "both_orders": 1},
+            r"layouts\(both_orders=1\): True or False, and not with",
+        ),
+        ((), {"dp": (2,), "both_orders": True, "fresh": True}, r"layouts\(both_orders=True\): True or False"),
+        ((), {"dp": 2, "tp": (1,)}, r"from 1 on, dp=\(2,\): write layouts\(dp="),
+        ((), {"dp": ()}, r"layouts\(dp=\(\)\): no option"),
+        ((), {"dp": (1.0, 2)}, r"layouts\(dp=\(1.0, 2\)\): no option"),
         ((), {"dp": (16,)}, r"layouts\(dp=\(16,\)\): no layout has 2 to at_most=8 ranks"),
     ],
 )
@@ -311,6 +329,21 @@ def test_layouts_come_smallest_first_and_outer_axes_first() -> None:
     assert contains(by_name["fsdp4"], by_name["fsdp2"])
     assert not contains(by_name["dp2-tp2"], by_name["fsdp2"])
     assert not contains(by_name["dp2"], by_name["dp2"])
+
+
+def test_layouts_run_again_in_the_other_order() -> None:
+    mark = parse_mark((), {"dp": [1, 2], "tp": (1, 2), "at_most": 2, "both_orders": True})
+    assert [each.name for each in mark.layouts] == ["dp2", "tp2", "tp2-again", "dp2-again"]
+    assert mark.of_ranks == {}
+
+
+def test_options_of_ranks_and_of_features_are_no_axes() -> None:
+    options = {"dp": (2,), "timeout": 5, "mine": 1, "fresh": False}
+    assert parse_mark((), options, ["mine"]).of_ranks == {"timeout": 5, "mine": 1, "fresh": False}
+    fake = parse_mark((), {"dp": (2,), "backend": "fake"})
+    assert fake.of_ranks == {"backend": "fake", "as_rank": 0}
+    as_rank = {"backend": "fake", "as_rank": 1}
+    assert parse_mark((), {"dp": (2,), **as_rank}, ["as_rank"]).of_ranks == as_rank
 
 
 def test_parts_without_rows_are_not_alike() -> None:
