@@ -8,10 +8,13 @@ import signal
 import threading
 from collections.abc import Callable, Iterator
 from multiprocessing.connection import Connection
+from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
+from lockstep.exceptions import MessageRefused
 from lockstep.protocol import Agreed, Close, Interrupt, Part
 from lockstep.rank.wire import LOOK_EVERY, WIRE_THREAD, Wire
 
@@ -126,3 +129,32 @@ def test_orders_wait_for_a_rank_that_looks_whether_it_is_over(
     assert wire.next_order(lambda: looks.append(None)) == Close()
     assert looks
     assert listening == [Close()]
+
+
+def test_a_refused_message_is_written_before_the_rank_ends(
+    ends: tuple[Connection, Wire], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _, wire = ends
+    done: list[tuple[object, ...]] = []
+    monkeypatch.setattr(os, "write", lambda *given: done.append(given))
+    monkeypatch.setattr(os, "killpg", lambda *given: done.append(given))
+    for error in (MessageRefused("of another version"), EOFError("end")):
+        refusing: Any = SimpleNamespace(recv=Mock(side_effect=error))
+        monkeypatch.setattr(wire, "_connection", refusing)
+        wire._receive(print)
+    end = (0, signal.SIGKILL)
+    assert done == [(2, b"rank 1: of another version\n"), end, end]
+
+
+def test_a_child_closes_its_connection_once(ends: tuple[Connection, Wire]) -> None:
+    controller, wire = ends
+    wire.leave_to_rank()
+    wire.leave_to_rank()
+    with pytest.raises(EOFError):
+        controller.recv()
+
+
+def test_an_order_is_awaited_without_a_question(ends: tuple[Connection, Wire]) -> None:
+    _, wire = ends
+    wire._orders.put(Close())
+    assert wire.next_order() == Close()
