@@ -15,6 +15,7 @@ import pytest
 
 from lockstep.rank import item as module
 from lockstep.rank.item import ItemGuards, StateGuard, StreamGuard
+from lockstep.subtests import RunSubtests
 
 
 class Stream:
@@ -262,6 +263,42 @@ def test_a_call_is_in_the_guard_of_forks_and_features_hear_of_it(
     item: Any = SimpleNamespace(funcargs={})
     assert drive(guards.pytest_pyfunc_call(item), True) is True
     assert calls == ["fork guard"]
+
+
+def test_streams_are_looked_at_before_an_item_and_before_its_call(
+    guards: ItemGuards, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    streams = Mock()
+    monkeypatch.setattr(guards, "_streams", streams)
+    item: Any = SimpleNamespace(path="/here/test_a.py", location=("test_a.py", None, "test_a"))
+    guards.pytest_runtest_setup(item)
+    assert [name for name, *_ in streams.mock_calls] == ["before"]
+    assert guards._place == ("/here/test_a.py", 1)
+    drive(guards.pytest_runtest_call())
+    assert [name for name, *_ in streams.mock_calls] == ["before", "before_call"]
+
+
+def test_a_test_of_whose_subtests_none_ran_is_skipped(guards: ItemGuards) -> None:
+    runner = Mock(spec=RunSubtests)
+    item: Any = SimpleNamespace(funcargs={"run_subtests": runner})
+    drive(guards.pytest_pyfunc_call(item))
+    runner.skip_if_nothing_ran.assert_called_once_with()
+
+
+def test_guards_are_those_of_the_rank_and_of_features() -> None:
+    forks, other = object(), object()
+    spec = SimpleNamespace(key=SimpleNamespace(has_group=True))
+    rank: Any = SimpleNamespace(forks=forks, spec=spec)
+    made = ItemGuards(rank, Mock())
+    assert not made.raised
+    config = Mock()
+    config.getini.side_effect = {"ranks_leaks": "off"}.__getitem__
+    config.hook.pytest_ranks_guard.side_effect = lambda policy: [other] if policy == "off" else []
+    made.pytest_configure(config)
+    registered = [call.args[0] for call in config.pluginmanager.register.call_args_list]
+    assert registered == [made._streams, forks]
+    assert made._guards == (made.state, other)
+    assert made._policy == "off"
 
 
 def test_what_a_wide_fixture_changes_stands_until_it_ends(guards: ItemGuards, calls: list[Any]) -> None:
