@@ -129,9 +129,7 @@ def test_cases_that_were_not_recorded_may_run_the_line(monkeypatch: Any) -> None
     assert order(9, 8) == ["[1]", "[2]", "[0]"]
 
 
-def test_of_claims_that_were_not_recorded_those_that_start_sessions_come_last(
-    monkeypatch: Any, tmp_path: Path
-) -> None:
+def test_claims_that_start_sessions_come_last(monkeypatch: Any, tmp_path: Path) -> None:
     module, recording = power(monkeypatch), power(monkeypatch, "mutants.recording")
     file = "suites/selftest/leaks/test_a.py"
     (tmp_path / file).parent.mkdir(parents=True)

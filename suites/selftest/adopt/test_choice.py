@@ -156,7 +156,7 @@ def test_an_item_gets_the_world_and_the_longer_time() -> None:
     ]
 
 
-def test_items_that_are_marked_or_of_no_kind_or_skipped_stay_as_they_are() -> None:
+def test_items_that_are_not_adopted_stay_as_they_are() -> None:
     items = Item(class_of(Demand(3)), marked=True), Item(None), Item(int), Item(class_of(NotOnRanks()))
     _, lines = adopted(*items)
     assert [item.marks for item in items] == [[]] * 4

@@ -368,7 +368,7 @@ def test_pattern_that_fits_nothing_fails():
         assert_parameter_dtypes(nn.Linear(2, 2), {"typo.*": F16, "*": F32})
 
 
-def test_patterns_count_in_their_order_and_wrong_ones_are_listed_first():
+def test_patterns_count_in_order_and_wrong_ones_come_first():
     model = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
     with pytest.raises(AssertionError) as failure:
         assert_parameter_dtypes(model, {"?.bias": F16, "0.*": F32, "1.bias": F32, "typo": F16})

@@ -326,7 +326,7 @@ def test_without_a_finding_races_are_reported() -> None:
 # Between ranks
 
 
-def test_ranks_part_at_the_first_tensor_of_the_name_and_shape_that_differs() -> None:
+def test_ranks_part_at_the_first_tensor_that_differs() -> None:
     first = [
         event("output", "w", [1.0, 0.0]),
         event("parameter", "w", [1.0]),

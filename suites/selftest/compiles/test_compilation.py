@@ -314,7 +314,7 @@ def test_a_compiler_is_required_by_its_name(monkeypatch: pytest.MonkeyPatch) -> 
     assert "there is no g++: " in compiler_needed()
 
 
-def test_ranks_compare_what_they_compiled_unless_one_may_differ_or_failed() -> None:
+def test_ranks_compare_graphs_unless_one_may_differ_or_failed() -> None:
     def others(**changes: Any) -> Any:
         return lambda vote: [replace(vote, **changes)]
 

@@ -164,7 +164,7 @@ def test_changes_are_those_of_claims_that_both_tables_have_run() -> None:
     assert not has_worsened(old, old)
 
 
-def test_a_claim_with_the_same_outcome_has_changed_if_it_holds_other_cases() -> None:
+def test_a_claim_that_holds_other_cases_has_changed() -> None:
     reason = Case("a=0", DEVIATION, "it rounds")
     old = table(a={"d": Cell((reason, Case("a=1", HELD))), "h": cell(HELD), "s": Cell((reason,))})
     new = table(a={"d": Cell((reason, Case("a=1", DEVIATION))), "h": cell(HELD, HELD), "s": Cell((reason,))})

@@ -152,7 +152,7 @@ def begin(
     return made
 
 
-def test_messages_are_counted_by_channel_with_the_peers_rank_in_the_world(exchanges: Exchanges) -> None:
+def test_messages_are_counted_by_channel(exchanges: Exchanges) -> None:
     assert exchanges.current() is None
     assert exchanges.take() == ()
     kept = [begin(exchanges, 1, 3), begin(exchanges, 1, 3), begin(exchanges, 9, send=False)]

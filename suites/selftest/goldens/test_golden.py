@@ -233,7 +233,7 @@ def said(folder: Path, stats: dict[str, list[object]] | None = None, **options: 
     return list(lines(config, stats or {}, used, written))  # type: ignore[arg-type]
 
 
-def test_goldens_without_a_test_are_named_after_a_whole_run_that_passed(tmp_path: Path) -> None:
+def test_goldens_without_a_test_are_named_after_a_whole_run(tmp_path: Path) -> None:
     (tmp_path / "one").mkdir()
     for name in ("b-2-gloo", "a-2-gloo", "old-2-gloo", "old-2-nccl", "c-4-gloo"):
         (tmp_path / "one" / f"{name}.txt").touch()

@@ -103,9 +103,7 @@ def norm(text: str, shape: str = "[4]", dtype: str = "float32") -> str:
         (norm("bits 1"), norm("bits 1"), True),
     ],
 )
-def test_the_numbers_of_a_line_are_close_by_the_tolerance_of_each_element(
-    golden: str, now: str, close: bool
-) -> None:
+def test_numbers_are_close_by_the_tolerance_of_each_element(golden: str, now: str, close: bool) -> None:
     assert (differences(of(golden), of(now), Tolerance(1.0, 0.1)) == []) is close
     assert (differences(of(golden), of(now), None) == []) is (golden == now)
 

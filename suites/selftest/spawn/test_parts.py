@@ -165,7 +165,7 @@ def test_what_cannot_be_asked_is_not_alive(tested: Any) -> None:
     assert not processes._is_alive(Started(process, "", None))
 
 
-def test_a_process_that_does_not_end_is_failed_with_those_of_its_function(
+def test_a_process_that_does_not_end_fails_those_of_its_function(
     tested: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(processes.connection, "wait", lambda sentinels, within: [])

@@ -76,7 +76,7 @@ class Running:
 FINISHED = Finished(True, 0, 0)
 
 
-def test_a_claim_that_fails_is_quoted_from_the_first_rank_that_lost_no_other() -> None:
+def test_a_failed_claim_is_quoted_from_a_rank_that_lost_no_other() -> None:
     running = Running()
     running.meet(Ran(False), Ran(True), Ran(False))
     result = running.meet(Claimed(False, "lost", is_lost=True), Claimed(True), Claimed(False, "mine"))

@@ -74,7 +74,7 @@ def test_a_table_lists_twenty_points_and_counts_the_others(more: int, said: list
     assert lines[20 * 3 : -1] == said
 
 
-def test_a_sweep_proves_something_by_one_point_that_strikes_and_one_that_is_read() -> None:
+def test_a_sweep_needs_a_point_that_strikes_and_one_that_is_read() -> None:
     nothing, struck, read = (
         Result(POINTS[0], "", *each) for each in [(False, False), (True, False), (False, True)]
     )

@@ -34,7 +34,7 @@ def test_a_call_has_the_innermost_line_and_its_world() -> None:
     assert [replace(bar(1), key=("", n, 1)).worlds_ago for n in (0, 999, 1000, 2001)] == [0, 0, 1, 2]
 
 
-def test_a_collective_joins_bars_in_the_order_of_begins_and_a_send_does_not() -> None:
+def test_a_collective_joins_bars_and_a_send_does_not() -> None:
     lanes = lane(0, bar(2), bar(1), bar(7, peer=1)), lane(1, bar(1))
     assert timeline(*lanes).joins == {
         (DEFAULT_GROUP, 0, 1): {0: bar(1), 1: bar(1)},
@@ -42,7 +42,7 @@ def test_a_collective_joins_bars_in_the_order_of_begins_and_a_send_does_not() ->
     }
 
 
-def test_those_at_fault_are_blamed_or_late_without_a_wait_of_their_own() -> None:
+def test_those_at_fault_are_blamed_or_late() -> None:
     missing = (bar(1).key,)
     waits = lane(2, bar(2, "waits"), bar(3), missing=missing)
     healthy = lane(0, bar(1))
@@ -86,7 +86,7 @@ def test_each_group_but_the_default_one_has_a_letter() -> None:
     assert DEFAULT_GROUP not in letters
 
 
-def test_what_ranks_did_since_the_oldest_collective_that_is_shown_is_kept() -> None:
+def test_calls_since_the_oldest_collective_shown_are_kept() -> None:
     early, late = Span("setup", 0, 20), Span("call", 0, 21)
     send = replace(bar(9, peer=1), begun=20)
     first = replace(lane(0, bar(1), bar(1, peer=1), send, bar(2), bar(3)), spans=(early, late))

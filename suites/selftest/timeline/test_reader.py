@@ -69,7 +69,7 @@ def test_a_test_without_calls_has_no_timeline() -> None:
     assert read_timeline("id", outcome(rank(0), r0=record(call(1, 50))), "", until=50) is None
 
 
-def test_a_record_comes_from_the_end_of_the_test_or_of_a_rank_that_was_ended() -> None:
+def test_a_record_is_of_the_end_of_the_test_or_of_the_rank() -> None:
     waiting = stuck(of=record(call(1, 6, retired=False)))
     timeline = read(outcome(rank(0), rank(1, waiting), rank(2), r0=record(call(1, 5))))
     assert (timeline.nodeid, timeline.sentence) == ("id", "why")
@@ -83,7 +83,7 @@ def test_a_record_that_a_rank_has_sent_at_the_end_goes_before_others() -> None:
     assert [[bar.begun for bar in lane.bars] for lane in timeline.lanes] == [[7], [6]]
 
 
-def test_a_collective_ends_where_it_is_recorded_or_where_its_last_rank_began() -> None:
+def test_a_collective_ends_no_sooner_than_its_last_rank_began() -> None:
     ended = call(2, 200, time_discovered_completed_ns=250)
     late = call(3, 300, time_discovered_completed_ns=10**9)
     first = record(call(1, 100), ended, late, call(4, 400))
@@ -211,7 +211,7 @@ def test_calls_before_a_rank_joined_its_last_world_are_of_that_before() -> None:
     assert timeline.lanes[2].missing == ((DEFAULT_GROUP, 0, 1),)
 
 
-def test_a_collective_that_ranks_began_as_different_ones_is_a_mismatch() -> None:
+def test_a_collective_begun_as_different_ones_is_a_mismatch() -> None:
     other = call(2, 20, profiling_name="gloo:broadcast")
     both = outcome(rank(0), rank(1), r0=record(call(1, 10), call(2, 20)), r1=record(call(1, 10), other))
     assert [bar.is_mismatch for bar in read(both).lanes[0].bars] == [False, True]

@@ -203,7 +203,7 @@ def test_what_is_missing_begins_where_the_ranks_own_last_call_ended() -> None:
     assert [each[0] for each in Picture(timeline(lane(0, *waits), failed)).boxes("missing")] == ["30.00%"]
 
 
-def test_a_missing_box_begins_with_the_first_of_the_others_and_after_its_own_last() -> None:
+def test_a_missing_box_begins_with_the_first_of_the_others() -> None:
     waits = bar(2, 30, 100, "waits")
     others = lane(0, waits), lane(2, replace(waits, begun=40, state="failed"))
     late = lane(1, bar(0, 1, 5), bar(1, 10, 35), missing=(waits.key,))
@@ -217,7 +217,7 @@ def test_a_missing_box_begins_with_the_first_of_the_others_and_after_its_own_las
     assert [kind for kind, *_ in Picture(timeline(*mixed, groups=groups)).joins()] == ["join turn"]
 
 
-def test_a_rank_that_waits_for_the_one_at_fault_is_pale_where_it_is_late() -> None:
+def test_a_rank_that_waits_for_the_one_at_fault_is_pale() -> None:
     waits, other = bar(1, 30, 100, "waits"), bar(2, 30, 100, "waits")
     lanes = lane(0, waits, missing=(other.key,)), lane(1, other), lane(2, missing=(waits.key,))
     picture = Picture(timeline(*lanes))
@@ -226,7 +226,7 @@ def test_a_rank_that_waits_for_the_one_at_fault_is_pale_where_it_is_late() -> No
     assert [each["class"] for each in picture.of("text", "never")] == ["never turn", "never"]
 
 
-def test_the_calls_of_a_rank_at_fault_and_those_that_differ_are_not_pale() -> None:
+def test_calls_of_a_rank_at_fault_are_not_pale() -> None:
     failed = bar(1, 10, 40, "failed", is_mismatch=True)
     lanes = (
         lane(0, failed),
@@ -337,7 +337,7 @@ def test_a_call_says_when_it_began_and_how_it_ended(state: State, said: str) -> 
 # Pages
 
 
-def test_a_page_lists_its_calls_in_the_order_of_time_and_then_of_ranks() -> None:
+def test_a_page_lists_calls_by_time_and_then_by_rank() -> None:
     drawn = timeline(
         lane(0, bar(1, 20, 30), bar(2, 40, 50, op="send")), lane(1, bar(1, 10, 30), bar(2, 40, 50))
     )

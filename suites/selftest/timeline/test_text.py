@@ -29,7 +29,7 @@ def text(*lanes: Lane, groups: dict[tuple[str, int], tuple[int, ...]] | None = N
     return as_text(Timeline("id", lanes, 0, 10**9, groups=groups or {})).splitlines()
 
 
-def test_a_rank_that_waits_and_one_that_never_came_are_on_lines_below_each_other() -> None:
+def test_who_waits_and_who_never_came_are_on_two_lines() -> None:
     waits = bar(2, "waits", op="all_gather", group="3 of 9", lines=("f() at a.py:3", "g() at b.py:1"))
     groups = {("3 of 9", 0): (0, 1)}
     first = lane(0, bar(1), replace(waits, phase="forward"), fate="waits")
@@ -88,7 +88,7 @@ def test_a_dead_rank_has_its_end_and_what_others_show_of_it() -> None:
     assert text(alive, lane(1, inferred, **dead))[1].endswith("✗ died: SIGKILL")
 
 
-def test_a_timeline_has_twelve_lines_with_those_of_ranks_that_stand_out() -> None:
+def test_a_timeline_has_twelve_lines_at_most() -> None:
     healthy = [lane(rank, bar(1), fate=f"fate {rank}") for rank in range(12)]
     assert len(text(*healthy)) == 12
     assert text(*healthy)[-1].startswith("rank 11 ")
@@ -142,11 +142,11 @@ def test_a_rank_that_waits_in_a_receive_is_shown_at_its_last_line() -> None:
     )
 
 
-def test_a_rank_that_waits_in_a_call_without_a_line_is_shown_at_its_last_line() -> None:
+def test_a_wait_without_a_line_is_shown_at_the_last_line() -> None:
     assert text(lane(0, bar(1, "waits"), place="a.py:9"), lane(1))[0].endswith("waits  a.py:9")
 
 
-def test_at_most_two_of_those_that_ranks_wait_in_are_shown_before_the_last() -> None:
+def test_at_most_two_waits_are_shown_before_the_last() -> None:
     later = [bar(number) for number in range(4, 9)]
     lanes = [lane(rank, bar(rank + 1, "waits", lines=(f"line {rank}",)), *later) for rank in range(3)]
     lines = text(*lanes)
@@ -167,7 +167,7 @@ def test_collectives_of_a_rank_alone_or_of_none_at_fault_are_left_out() -> None:
     assert "others" not in text(*lanes, groups=groups)[-1]
 
 
-def test_a_rank_is_shown_at_what_it_waits_in_and_not_at_what_it_lost_before() -> None:
+def test_a_rank_is_shown_at_what_it_waits_in() -> None:
     old = replace(bar(1, "waits", lines=("old() at a.py:1",)), key=(DEFAULT_GROUP, WORLD, 1))
     lost = bar(2, "failed", lines=("lost() at a.py:2",))
     waits = bar(3, "waits", lines=("waits() at a.py:3",))

@@ -310,7 +310,7 @@ def test_after_an_expected_death_others_differ() -> None:
     assert run._find_diagnosis() is not None
 
 
-def test_the_others_are_asked_about_a_rank_that_was_ended_without_a_failure() -> None:
+def test_the_others_are_asked_about_a_rank_that_was_ended() -> None:
     run = Steps()
     run.ranks[1].answer = RankStatus("", "b.py:2 in g")
     run.outcomes[0].fate = Stuck(waits_in("all_reduce"), 0.0)
@@ -482,7 +482,7 @@ def test_nothing_stands_still_while_an_excused_rank_is_missed() -> None:
     assert "standstill" not in run.feature.names()
 
 
-def test_ranks_that_a_feature_gives_up_are_killed_and_the_others_go_on() -> None:
+def test_ranks_that_a_feature_gives_up_are_killed() -> None:
     run = Steps()
     run.feature.lost = {1}
     run.probe_twice(waits_in("all_reduce"), waits_in("barrier"))
@@ -538,9 +538,7 @@ def test_a_case_that_stands_still_is_aborted_once() -> None:
         (("", ""), True),
     ],
 )
-def test_ranks_in_different_cases_are_given_up_unless_one_is_on_its_way(
-    cases: tuple[str, str], is_over: bool
-) -> None:
+def test_ranks_in_different_cases_are_given_up(cases: tuple[str, str], is_over: bool) -> None:
     run = Steps()
     run.probe_twice(
         *(waits_in(op, case=case) for op, case in zip(("all_reduce", "barrier"), cases, strict=True))
