@@ -64,6 +64,7 @@ def in_order(
     lines: Sequence[int],
     branches: Sequence[int] = (),
     words: Iterable[str] = (),
+    around: Iterable[str] = (),
 ) -> list[Claim]:
     """Return the claims that run one of `lines`, the first of them that any runs, the nearest first.
 
@@ -72,7 +73,8 @@ def in_order(
     and of those first the nearest of each file of claims, then of each function, then second cases and so
     on. A claim is near if much of what it runs is in the file of the mutant. Self-tests of its room or
     feature come before others. On gloo, if any runs the line there. Cases that were not recorded come after
-    those of their function that were; if none was recorded, those that take long come after the others.
+    those of their function that were; if none was recorded, those that take long come after the others, and
+    those first that have many of the words `around` the lines, of which rare ones count for more.
     Last those of the same room that run the file: under a debugger, in threads of C++ and in dynamo no line
     is recorded.
     """
@@ -82,11 +84,17 @@ def in_order(
     rounds: defaultdict[tuple[bool, bool, bool, bool, int, int], list[Claim]] = defaultdict(list)
     files: Counter[str] = Counter()
     functions: Counter[str] = Counter()
-    for claim in sorted(found, key=lambda claim: (claim.is_guess, _nearness(claim, file))):
+    common = Counter(word for claim in found for word in claim.words)
+
+    def nearness(claim: Claim) -> float:
+        likeness = sum(1 / common[word] for word in {*around} & claim.words)
+        return _nearness(claim, file) - (likeness if claim.is_guess else 0.0)
+
+    for claim in sorted(found, key=lambda claim: (claim.is_guess, nearness(claim))):
         is_common = claim.name not in rarest
         is_unknown = claim.name not in known
         is_far = PurePath(claim.file).parent.name != room or (claim.is_guess and not _nearness(claim, file))
-        seen = functions[claim.function], min(files[claim.file], 1)
+        seen = functions[claim.function], 0 if claim.is_guess else min(files[claim.file], 1)
         key = is_unknown, claim.is_slow, is_common, is_far, *seen
         rounds[key].append(claim)
         files[claim.file] += 1
@@ -95,7 +103,7 @@ def in_order(
     ordered = [
         claim
         for key in sorted(rounds)
-        for claim in sorted(rounds[key], key=lambda claim: (claim.processes, _nearness(claim, file)))
+        for claim in sorted(rounds[key], key=lambda claim: (claim.processes, nearness(claim)))
     ]
     # Where the first of a session has run, the others cost nothing, and would cost all of it later.
     together: defaultdict[str, list[Claim]] = defaultdict(list)
@@ -143,9 +151,14 @@ def _nearness(claim: Claim, file: str) -> float:
     return -len(claim.lines.get(file, ())) / claim.size / (0.5 + claim.seconds)
 
 
-def near_to(mutant: Mutant, claims: Sequence[Claim]) -> list[Claim]:
-    """Return the claims that run a mutant, the nearest first."""
-    return in_order(claims, mutant.file, mutant.lines, mutant.branches, words_of(mutant.before))
+def near_to(mutant: Mutant, claims: Sequence[Claim], source: str) -> list[Claim]:
+    """Return the claims that run a mutant of a file's text, the nearest first."""
+    nodes = (node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.FunctionDef))
+    inside = [node for node in nodes if node.lineno <= mutant.line <= (node.end_lineno or 0)]
+    function = min(inside, key=lambda node: (node.end_lineno or 0) - node.lineno, default=None)
+    around = words_of(ast.unparse(function)) if function else ()
+    own = words_of(mutant.before)
+    return in_order(claims, mutant.file, mutant.lines, mutant.branches, own, around)
 
 
 def failing(base: Base, claims: Iterable[Claim], limit: float) -> set[tuple[str, str]]:
@@ -347,16 +360,18 @@ def each_mutant(
     left = [mutant for mutant in chosen if mutant not in {**results.ran, **results.to_confirm}]
     left += [mutant for mutant, result in results.ran.items() if result.verdict == "undecided"]
 
+    def source(mutant: Mutant) -> str:
+        return (base.top / mutant.file).read_text()
+
     def decide(mutant: Mutant) -> Result | None:
         if mutant.key in reasons:
             return Result("equivalent", reasons[mutant.key], 0.0, 0)
-        near = near_to(mutant, claims)
+        near = near_to(mutant, claims, source(mutant))
         if not near and (reason := elsewhere(mutant)):
             return Result("elsewhere", reason, 0.0, 0)
         if time.monotonic() > ends:
             return None
-        text = mutant.apply((base.top / mutant.file).read_text())
-        return run(base, [(mutant.file, text)], near, arguments.limit)
+        return run(base, [(mutant.file, mutant.apply(source(mutant)))], near, arguments.limit)
 
     with ThreadPoolExecutor(arguments.jobs) as pool:
         futures = {pool.submit(decide, mutant): mutant for mutant in left}
@@ -367,7 +382,7 @@ def each_mutant(
                 place = f"{mutant.file}:{mutant.line} [{mutant.before}] -> [{mutant.after}]"
                 print(result.verdict, f"{result.seconds:.0f} s", result.tried, place, result.by, flush=True)
     mutants = list(results.to_confirm)
-    found = [(results.to_confirm[mutant], near_to(mutant, claims)) for mutant in mutants]
+    found = [(results.to_confirm[mutant], near_to(mutant, claims, source(mutant))) for mutant in mutants]
     for mutant, result in zip(mutants, confirm(base, found, arguments.limit, arguments.jobs), strict=True):
         results.add(mutant, result, is_confirmed=True)
     print("\n" + report(list(results.ran.items()), base.subject))
@@ -448,7 +463,7 @@ def main() -> None:
             return
         if arguments.show:
             for mutant in chosen:
-                near = near_to(mutant, claims)
+                near = near_to(mutant, claims, (base.top / mutant.file).read_text())
                 print(f"{mutant.file}:{mutant.line} {mutant.function} [{mutant.before}] -> [{mutant.after}]")
                 print(f"    {len(near)} claims: {', '.join(claim.name for claim in near[:3])}")
         elif arguments.corpus:

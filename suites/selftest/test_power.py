@@ -145,8 +145,22 @@ def test_claims_that_start_sessions_come_last(monkeypatch: Any, tmp_path: Path) 
     base = SimpleNamespace(folder=tmp_path, top=tmp_path, subject=subject)
     claims = recording.guesses_of_rooms(base, "gloo", [file])
     assert [each.is_slow for each in claims] == [True, True, False, True]
-    ordered = [each.name.partition("::test_")[2] for each in module.in_order(claims, "leaks/guard.py", (1,))]
-    assert ordered == ["quick", "own", "shared", "also_shared"]
+
+    def ordered(*around: str) -> list[str]:
+        found = module.in_order(claims, "leaks/guard.py", (1,), around=around)
+        return [each.name.partition("::test_")[2] for each in found]
+
+    assert ordered() == ["quick", "own", "shared", "also_shared"]
+    assert ordered("test_also_shared", "run") == ["quick", "also_shared", "shared", "own"]
+
+
+def test_words_around_a_mutant_are_those_of_its_function(monkeypatch: Any) -> None:
+    module, seen = power(monkeypatch), []
+    source = "def outer():\n    def inner():\n        return answer > limit\n    return whole\n"
+    mutants = power(monkeypatch, "mutants.mutations").mutants_of("f.py", source)
+    monkeypatch.setattr(module, "in_order", lambda *given: seen.append(given[4:]) or [])
+    module.near_to(next(each for each in mutants if each.line == 3), [], source)
+    assert seen == [({"answer", "limit", "return"}, {"inner", "answer", "limit", "return"})]
 
 
 SAMPLE = '''
