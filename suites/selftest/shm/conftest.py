@@ -11,6 +11,8 @@ import pytest
 import torch.distributed as dist
 
 import lockstep.shm  # noqa: F401  registers the backend
+from lockstep.shm.collectives import Collectives
+from suites.selftest.shm.ends import meet_all
 
 
 @pytest.fixture(params=["shm", "gloo"])
@@ -33,3 +35,12 @@ def group(world: object, backend: str) -> Iterator[dist.ProcessGroup]:
         gc.collect()  # models that hold it
         time.sleep(0.001)
     dist.destroy_process_group(group)
+
+
+@pytest.fixture
+def pair() -> Iterator[list[Collectives]]:
+    """The collectives of two ranks of one group, in this process."""
+    ends = [Collectives(channel) for channel in meet_all(2)]
+    yield ends
+    for end in ends:
+        end.channel.leave(0)

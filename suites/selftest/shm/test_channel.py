@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import datetime
 import errno
 import os
 import threading
 import time
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from concurrent.futures import TimeoutError as FutureTimeout
 from pathlib import Path
@@ -16,7 +14,6 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from lockstep.shm.channel import Channel
 from lockstep.shm.collectives import Collectives
 from lockstep.shm.errors import (
     CollectiveMismatch,
@@ -30,22 +27,7 @@ from lockstep.shm.memory import Arena, Segment, available
 from lockstep.shm.p2p import ANY, Mailbox
 from lockstep.shm.peer import DEPTH, INLINE, PRESENT, Peer
 from lockstep.shm.work import Bundle, ShmWork
-
-SECOND = datetime.timedelta(seconds=1)
-
-
-def meet_all(size: int, timeout: datetime.timedelta = 20 * SECOND) -> list[Channel]:
-    store = dist.HashStore()
-    with ThreadPoolExecutor(size) as pool:
-        return list(pool.map(lambda rank: meet(store, rank, size, timeout, "g"), range(size)))
-
-
-@pytest.fixture
-def pair() -> Iterator[list[Collectives]]:
-    ends = [Collectives(channel) for channel in meet_all(2)]
-    yield ends
-    for end in ends:
-        end.channel.leave(0)
+from suites.selftest.shm.ends import SECOND, meet_all
 
 
 def test_both_ranks_see_the_sum(pair: list[Collectives]) -> None:
