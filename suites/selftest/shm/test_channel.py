@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import importlib
 import os
 import threading
 import time
@@ -19,11 +20,12 @@ from lockstep.shm.errors import (
     CollectiveMismatch,
     CollectiveTimeout,
     GroupAborted,
+    OutOfSharedMemory,
     PeerLost,
     ShmError,
 )
 from lockstep.shm.meeting import meet
-from lockstep.shm.memory import Arena, Segment, available
+from lockstep.shm.memory import WHAT_TO_RAISE, Arena, Segment, available
 from lockstep.shm.p2p import ANY, Mailbox
 from lockstep.shm.peer import DEPTH, INLINE, PRESENT, Peer
 from lockstep.shm.work import Bundle, ShmWork
@@ -52,8 +54,8 @@ def test_operations_are_waited_for_in_any_order(pair: list[Collectives], numel: 
         operation.complete()
     for of_rank in outputs:
         for number, output in enumerate(of_rank):
-            expected = [10.0 * number] * numel + [10.0 * number + 1] * numel
-            assert output.tolist() == expected
+            expected = [torch.full((numel,), 10.0 * number + rank) for rank in range(2)]
+            assert output.equal(torch.cat(expected))
 
 
 def test_more_operations_than_slots_may_be_in_flight(pair: list[Collectives]) -> None:
@@ -422,3 +424,161 @@ def test_a_receive_that_lingers_fails_when_its_peer_has_left(pair: list[Collecti
         receive.linger(time.monotonic())
     assert receive.is_done
     assert "has left the group" in str(receive.error)
+
+
+@pytest.mark.parametrize(("numel", "nbytes"), [(INLINE, 0), (INLINE + 1, 1 << 16)])
+def test_only_long_contents_take_memory_of_their_own(
+    pair: list[Collectives], numel: int, nbytes: int
+) -> None:
+    tensors = [torch.full((numel,), value, dtype=torch.uint8) for value in (7, 0)]
+    for operation in [end.broadcast(t, 0) for end, t in zip(pair, tensors, strict=True)]:
+        operation.complete()
+    assert tensors[1].eq(7).all()
+    assert [end.channel.arena.nbytes for end in pair] == [nbytes, 0]
+
+
+def test_a_refusal_has_the_kind_of_its_error(pair: list[Collectives]) -> None:
+    for error in (ShmError("why"), OutOfSharedMemory("why")):
+        waiting = pair[1].barrier()
+        pair[0].channel.refuse(error)
+        with pytest.raises(ShmError) as raised:
+            waiting.complete()
+        assert type(raised.value) is type(error)
+        text = f"rank 0 (pid {os.getpid()}) of group g could not take part: why"
+        assert str(raised.value) == text
+
+
+@pytest.mark.parametrize("number", [errno.ENOMEM, errno.EMFILE, errno.ENFILE])
+def test_contents_without_room_for_them_name_the_limits(
+    pair: list[Collectives], monkeypatch: pytest.MonkeyPatch, number: int
+) -> None:
+    def refuse(*args: object) -> Segment:
+        raise OSError(number, "none")
+
+    waiting = [end.all_reduce(torch.ones(1 << 16), 0) for end in pair]
+    monkeypatch.setattr(Segment, "open", refuse)
+    with pytest.raises(OutOfSharedMemory) as error:
+        waiting[0].complete()
+    assert str(error.value) == (
+        f"rank 1 (pid {os.getpid()}) of group g has posted {1 << 18} bytes that cannot be mapped: "
+        f"[Errno {number}] none. {WHAT_TO_RAISE}."
+    )
+
+
+def test_messages_are_in_lanes_and_read_one_by_one() -> None:
+    channels = meet_all(3)
+    first, second, third = channels
+    for lane, text in ((0, b"all"), (2, b"second"), (3, b"third"), (3, b"again")):
+        with first.lock:
+            message = first.begin(len(text), "a message", lane)
+            assert message.is_inline
+            message.segment.memory[message.offset : message.offset + len(text)] = text
+            first.post(message, b"of " + text, b"!" * 48)
+    assert first.next_number == 1
+    sender = second.peers[0]
+    for reader, lane, number, text in (
+        (second, 0, 0, b"all"),
+        (third, 0, 0, b"all"),
+        (second, 2, 0, b"second"),
+        (third, 3, 0, b"third"),
+        (third, 3, 1, b"again"),
+    ):
+        reader.wait_for(number, "a message", [sender], lane)
+        assert reader.arrived(sender, number, lane)
+        assert not reader.arrived(sender, number + (2 if lane == 3 and not number else 1), lane)
+        assert reader.text(sender, number, lane) == b"of " + text
+        assert reader.has_text(sender, number, reader.header(b"of " + text, number), lane)
+        assert not reader.has_text(sender, number, reader.header(b"of " + text, number + 1), lane)
+        assert reader.note(sender, number, b"of " + text, lane) == b"!" * 48
+        segment, offset = reader.contents(sender, number, lane)
+        assert segment is sender.control
+        assert bytes(segment.memory[offset : offset + len(text)]) == text
+        seen_as = first.peers[reader.rank]
+        assert not first.is_read(seen_as, lane, number)
+        reader.mark_read(number, [sender], lane)
+        assert first.is_read(seen_as, lane, number)
+    assert not first.is_read(first.peers[1], 0, 1)
+    for channel in channels:
+        channel.leave(0)
+
+
+def test_a_reader_rings_only_for_a_rank_that_wants_to_know(pair: list[Collectives]) -> None:
+    writer, reader = (end.channel for end in pair)
+    rung = reader.me.rung()
+    reader.mark_read(0)
+    assert reader.me.rung() == rung
+    with writer.wanting_reads():
+        with writer.wanting_reads():
+            reader.mark_read(0)
+            assert reader.me.rung() == rung + 1
+        reader.mark_read(0)
+        assert reader.me.rung() == rung + 2
+    reader.mark_read(0)
+    assert reader.me.rung() == rung + 2
+
+
+def test_a_lane_has_room_for_as_many_messages_as_its_ring(pair: list[Collectives]) -> None:
+    writer, reader = (end.channel for end in pair)
+    lane = 1 + reader.rank
+    for number in range(DEPTH):
+        assert writer.has_room(lane)
+        message = writer.begin(0, "a message", lane)
+        assert message.number == number
+        writer.post(message, b"text")
+    assert not writer.has_room(lane)
+    reader.mark_read(0, [reader.peers[0]], lane)
+    assert writer.has_room(lane)
+
+
+def test_a_rank_that_leaves_waits_for_its_readers_only(pair: list[Collectives]) -> None:
+    first, second = pair
+    first.broadcast(torch.ones(1 << 16), 0)
+    reading = second.broadcast(tensor := torch.zeros(1 << 16), 0)
+    with ThreadPoolExecutor(1) as pool:
+        leaving = pool.submit(first.channel.leave, 20)
+        with pytest.raises(FutureTimeout):
+            leaving.result(0.05)
+        reading.complete()
+        leaving.result(5)
+    assert tensor.eq(1).all()
+    assert first.channel.arena.nbytes == 0
+    first.channel.leave(20)
+
+
+def test_a_rank_that_leaves_waits_no_longer_than_its_patience(pair: list[Collectives]) -> None:
+    pair[0].broadcast(torch.ones(1 << 16), 0)
+    with ThreadPoolExecutor(1) as pool:
+        pool.submit(pair[0].channel.leave, 0.02).result(5)
+    assert pair[0].channel.arena.nbytes == 0
+
+
+def test_memory_is_used_again_by_calls_that_all_have_read(pair: list[Collectives]) -> None:
+    first, second = pair
+    begun = [first.broadcast(torch.ones(1 << 14), 0) for _ in range(2)]
+    assert first.channel.arena.nbytes == 2 << 16
+    second.broadcast(torch.zeros(1 << 14), 0).complete()
+    first.broadcast(torch.ones(1 << 14), 0)
+    assert first.channel.arena.nbytes == 2 << 16
+    first.broadcast(torch.ones(1 << 14), 0)
+    assert first.channel.arena.nbytes == 3 << 16
+    assert len(first.channel._in_use) == 3
+    assert not any(operation.is_done for operation in begun[1:])
+
+
+def test_the_last_line_that_a_traceback_shows_is_the_call(pair: list[Collectives]) -> None:
+    pair[1].channel.leave(0)
+    with pytest.raises(PeerLost) as error:
+        pair[0].barrier().complete()
+    shown = error.traceback.filter(error)
+    assert Path(shown[-1].path) == Path(__file__)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("arguments", "channel", "coalesced", "collectives", "in_place", "interception", "meeting"),
+        *("membership", "memory", "operation", "p2p", "peer", "process_group", "reduce", "work"),
+    ],
+)
+def test_lines_of_the_backend_are_hidden_from_tracebacks(name: str) -> None:
+    assert importlib.import_module(f"lockstep.shm.{name}").__tracebackhide__ is True
