@@ -232,6 +232,109 @@ def test_a_broadcast_without_options_is_that_of_the_first_rank(groups: list[ShmP
     assert tensors[1].tolist() == [1.0, 1.0]
 
 
+def test_calls_with_wrong_tensors_are_refused_before_they_are_sent(groups: list[ShmProcessGroup]) -> None:
+    group, one, two = groups[0], torch.ones(1), torch.ones(2)
+    apart, whole = torch.ones(1).expand(2), torch.ones(2, dtype=torch.int64)
+    half = SimpleNamespace(asyncOp=True, reduceOp=dist.ReduceOp.BAND)
+    for call, text in (
+        (lambda: group.allreduce([apart]), "all_reduce: an output of shape .* is expanded"),
+        (lambda: group.allreduce_coalesced([apart, two]), "all_reduce: an output of shape .* is expanded"),
+        (lambda: group.allreduce_coalesced([one, two], half), "all_reduce: BAND needs"),
+        (lambda: group.all_gather_single(apart, one), "all_gather_single: an output of shape .* is expanded"),
+        (lambda: group.all_gather_single(two, two), "all_gather_single: a tensor of 2 elements is not 2"),
+        (lambda: group.all_gather_single_coalesced([apart], [one]), "all_gather_single: an output of shape"),
+        (lambda: group.all_gather_single_coalesced([whole], [one]), "all_gather_single: its tensors have"),
+        (lambda: group.all_gather_single_coalesced([two, two], [one, two]), "2 elements is not 2 times"),
+        (lambda: group.all_gather_single_coalesced([two], [one, one]), "shorter|longer"),
+        (lambda: group.all_gather_single_coalesced([two], [one, whole]), "shorter|longer"),
+        (lambda: group.allgather([[two, apart]], [two]), "all_gather: an output of shape .* is expanded"),
+        (lambda: group.allgather([[two]], [two]), "all_gather: a list of 1 tensors"),
+        (lambda: group.allgather([[one, two]], [two]), "all_gather: an output of 1 elements"),
+        (lambda: group.allgather_coalesced([[one], [one, one]], [one]), "shorter|longer"),
+        (lambda: group.allgather_coalesced([[one], [one]], [one, one]), "shorter|longer"),
+        (
+            lambda: group.reduce_scatter_single(one, one),
+            "reduce_scatter_single: a tensor of 1 elements",
+        ),
+        (lambda: group.reduce_scatter_single(apart, torch.ones(4)), "reduce_scatter_single: an output of sh"),
+        (lambda: group.reduce_scatter_single(one, two, half), "reduce_scatter_single: BAND needs"),
+        (lambda: group.reduce_scatter_single_coalesced([one], [one]), "a tensor of 1 elements is not 2"),
+        (lambda: group.reduce_scatter_single_coalesced([apart], [torch.ones(4)]), "an output of shape"),
+        (lambda: group.reduce_scatter_single_coalesced([one], [two, two]), "shorter|longer"),
+        (lambda: group.reduce_scatter_single_coalesced([one], [two, whole]), "shorter|longer"),
+        (lambda: group.reduce_scatter_single_coalesced([one], [two], half), "reduce_scatter_single: BAND"),
+        (lambda: group.reduce_scatter([apart], [[two, two]]), "reduce_scatter: an output of shape"),
+        (lambda: group.reduce_scatter([one], [[one, one]], half), "reduce_scatter: BAND needs"),
+        (lambda: group.all_to_all_single(apart, two, [], []), "all_to_all_single: an output of shape"),
+        (lambda: group.all_to_all_single(one, two, [], []), "all_to_all_single: 1 rows cannot"),
+        (lambda: group.all_to_all_single(two, one, [], []), "all_to_all_single: 1 rows cannot"),
+        (lambda: group.alltoall([apart, one], [one, one]), "all_to_all: an output of shape"),
+        (lambda: group.recv([whole, two], 1), "recv: its tensors have different dtypes"),
+    ):
+        with pytest.raises(ValueError, match=text):
+            call()
+    assert group._get_sequence_number_for_group() == 0
+
+
+def test_memory_of_a_group_and_views_of_peers(groups: list[ShmProcessGroup]) -> None:
+    lent = groups[0].allocate(3, torch.int16)
+    assert (lent.shape, lent.dtype) == ((3,), torch.int16)
+    seen: dict[tuple[str, int], list[list[float]]] = {}
+    inputs = [torch.tensor([1.0, 2.0]), torch.tensor([3.0, 4.0])]
+
+    def reader(key: tuple[str, int]) -> Callable[[Any], None]:
+        return lambda parts: seen.update({key: [part.tolist() for part in parts]})
+
+    for call in ("all_gather_views", "reduce_scatter_views"):
+        works = [getattr(groups[rank], call)(inputs[rank], reader((call, rank))) for rank in range(2)]
+        for work in works:
+            assert isinstance(work, ShmWork)
+            assert work.result() == []
+            work.wait()
+    assert seen == {
+        ("all_gather_views", 0): [[1.0, 2.0], [3.0, 4.0]],
+        ("all_gather_views", 1): [[1.0, 2.0], [3.0, 4.0]],
+        ("reduce_scatter_views", 0): [[1.0], [3.0]],
+        ("reduce_scatter_views", 1): [[2.0], [4.0]],
+    }
+    groups[0].await_readers(lent)
+
+
+def test_several_tensors_are_one_call_where_they_have_one_dtype(groups: list[ShmProcessGroup]) -> None:
+    half = SimpleNamespace(asyncOp=True, reduceOp=dist._make_nccl_premul_sum(0.5))
+    mine = [[torch.tensor([2.0 + rank]), torch.tensor([4.0, 6.0])] for rank in range(2)]
+    works = [group.allreduce(tensors, half) for group, tensors in zip(groups, mine, strict=True)]
+    assert all(work.wait() for work in works)
+    assert [tensor.tolist() for tensor in mine[0]] == [[2.5], [4.0, 6.0]]
+    outputs = [[torch.zeros(2), torch.zeros(4)] for _ in groups]
+    works = [
+        group.all_gather_single_coalesced(output, tensors, LATER)
+        for group, output, tensors in zip(groups, outputs, mine, strict=True)
+    ]
+    assert all(work.wait() for work in works)
+    assert [tensor.tolist() for tensor in outputs[1]] == [[2.5, 2.5], [4.0, 6.0, 4.0, 6.0]]
+    works = [
+        group.reduce_scatter_single_coalesced(tensors, output, LATER)
+        for group, output, tensors in zip(groups, outputs, mine, strict=True)
+    ]
+    assert all(work.wait() for work in works)
+    assert [tensor.tolist() for tensor in mine[1]] == [[5.0], [8.0, 12.0]]
+    assert groups[0]._get_sequence_number_for_group() == 3
+    lists = [[[torch.zeros(1), torch.zeros(2)] for _ in range(2)] for _ in groups]
+    works = [
+        group.allgather_coalesced(filled, tensors, LATER)
+        for group, filled, tensors in zip(groups, lists, mine, strict=True)
+    ]
+    assert all(work.wait() for work in works)
+    assert [[tensor.tolist() for tensor in of] for of in lists[0]] == [[[5.0], [8.0, 12.0]]] * 2
+    works = [
+        group.allgather([[of[0] for of in filled]], [tensors[0] + rank], LATER)
+        for rank, (group, filled, tensors) in enumerate(zip(groups, lists, mine, strict=True))
+    ]
+    assert all(work.wait() for work in works)
+    assert [of[0].item() for of in lists[1]] == [5.0, 6.0]
+
+
 def test_only_a_root_needs_a_list(groups: list[ShmProcessGroup]) -> None:
     root = SimpleNamespace(asyncOp=True, rootRank=0)
     one = torch.ones(2)
@@ -273,7 +376,8 @@ def test_an_interception_runs_every_call_until_it_ends(groups: list[ShmProcessGr
         assert all(vars(ShmProcessGroup)[name] is not method for name, method in before.items())
         assert ShmProcessGroup.allreduce.__name__ == "allreduce"
         once, twice = torch.ones(1), torch.full((1,), 2.0)
-        groups[0].allreduce([once], opts=LATER)
+        work = groups[0].allreduce([once], opts=LATER)
+        assert work.result()[0] is twice
         groups[1].barrier()
     finally:
         end()
