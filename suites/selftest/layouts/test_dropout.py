@@ -8,7 +8,7 @@ import torch.distributed as dist
 from torch import nn
 
 from lockstep.layouts import Layout, assert_dropout_follows_inputs
-from lockstep.layouts.dropout import _Call, _wrong
+from lockstep.layouts.dropout import _Call, _Recorder, _wrong
 from suites.selftest.layouts.model import OnPaper
 
 
@@ -95,3 +95,60 @@ def test_a_model_without_dropout_is_refused(layout: Layout) -> None:
         assert_dropout_follows_inputs(
             layout, lambda: build().eval(), lambda model, layout: model, torch.ones(4, 8).double(), loss
         )
+
+
+def test_calls_of_dropout_are_recorded_where_it_drops() -> None:
+    rows = torch.tensor([[1.0, 0.0, 2.0]] * 40, requires_grad=True)
+    with _Recorder() as recorder:
+        first = nn.functional.dropout(rows)
+        nn.functional.dropout(rows, 0.25, True)
+        nn.functional.dropout(input=rows, p=0.75, inplace=False)
+        nn.functional.dropout(rows, training=False)
+        nn.functional.dropout(rows, 0.5, False)
+        nn.functional.dropout(rows, 0.0)
+        nn.functional.dropout(rows, 1.0)
+        nn.functional.dropout(torch.zeros(0))
+        assert nn.functional.relu(rows).equal(rows)
+        assert nn.functional.leaky_relu(rows, negative_slope=0.5).equal(rows)
+        own = torch.ones(8)
+        nn.functional.dropout(own, inplace=True)
+    assert [call.p for call in recorder.calls] == [0.5, 0.25, 0.75, 0.5]
+    call = recorder.calls[0]
+    assert call.given.equal(rows.detach())
+    assert not call.given.requires_grad
+    assert call.dropped.equal((first == 0) & (rows != 0))
+    assert not call.dropped[:, 1].any()
+    assert recorder.calls[-1].given.tolist() == [1.0] * 8
+
+
+def test_masks_are_compared_where_both_inputs_are_not_zero() -> None:
+    given, dropped = torch.tensor([0.0, 1.0, 2.0, 4.0]), torch.tensor([True, True, False, False])
+    call = _Call(given, dropped, 0.5)
+    assert call.has_mask_of(_Call(given, torch.tensor([False, True, False, False]), 0.5))
+    assert not call.has_mask_of(_Call(given, ~dropped, 0.5))
+    assert call.has_mask_of(_Call(torch.tensor([1.0, 0.0, 2.0, 4.0]), torch.zeros(4) > 0, 0.5))
+    assert call.is_alike(_Call(given + 3e-9, dropped, 0.5))
+    assert not call.is_alike(_Call(given - 5e-9, dropped, 0.5))
+    for numel, p, may in ((29, 0.5, False), (30, 0.5, True), (109, 0.1, True), (60, 0.1, False)):
+        ones = torch.ones(numel + 5)
+        ones[:5] = 0
+        one = _Call(ones, ones > 2, p)
+        assert one.may_differ(one) is may
+        assert one.may_differ(_Call(torch.ones(numel + 5), ones > 2, p)) is may
+
+
+def test_ranks_apart_on_one_axis_are_compared_first() -> None:
+    rows = torch.arange(1.0, 65.0)
+    layout = OnPaper(dp=2, tp=2)
+    calls = {rank: [_Call(rows + rank, rows > 9 * (rank in (0, 3)), 0.5)] for rank in range(4)}
+    of = "drop the same elements of other inputs: they draw from one seed"
+    assert list(_wrong(calls, layout)) == [
+        f"call 0 of dropout ([64]): ranks {first} and {second}, apart on dp and tp, {of}"
+        for first, second in ((0, 3), (1, 2))
+    ]
+    calls = {rank: [_Call(rows, rows > 9 * (rank in (0, 1)), 0.5)] for rank in range(4)}
+    of = "drop other elements of equal inputs: replicas diverge"
+    assert list(_wrong(calls, layout)) == [
+        f"call 0 of dropout ([64]): ranks {first} and {second}, apart on {axes}, {of}"
+        for first, second, axes in ((0, 2, "dp"), (1, 3, "dp"), (0, 3, "dp and tp"), (1, 2, "dp and tp"))
+    ]
