@@ -26,8 +26,9 @@ from lockstep.shm.errors import (
 )
 from lockstep.shm.meeting import meet
 from lockstep.shm.memory import WHAT_TO_RAISE, Arena, Segment, available
+from lockstep.shm.operation import Operation
 from lockstep.shm.p2p import ANY, Mailbox
-from lockstep.shm.peer import DEPTH, INLINE, PRESENT, Peer
+from lockstep.shm.peer import DEPTH, INLINE, PRESENT, WANTS_READ, Peer
 from lockstep.shm.work import Bundle, ShmWork
 from suites.selftest.shm.ends import SECOND, meet_all
 
@@ -563,6 +564,43 @@ def test_memory_is_used_again_by_calls_that_all_have_read(pair: list[Collectives
     assert first.channel.arena.nbytes == 3 << 16
     assert len(first.channel._in_use) == 3
     assert not any(operation.is_done for operation in begun[1:])
+
+
+def test_memory_is_kept_until_the_last_reader_is_done() -> None:
+    ends = [Collectives(channel) for channel in meet_all(3)]
+    writer, *readers = ends
+
+    def broadcast() -> list[Operation]:
+        writer.broadcast(torch.ones(1 << 14), 0)
+        return [end.broadcast(torch.zeros(1 << 14), 0) for end in readers]
+
+    first = broadcast()
+    first[0].complete()
+    broadcast()
+    assert writer.channel.arena.nbytes == 2 << 16
+    first[1].complete()
+    broadcast()
+    assert writer.channel.arena.nbytes == 2 << 16
+    for end in ends:
+        end.channel.leave(0)
+
+
+def test_a_full_ring_waits_for_its_last_reader() -> None:
+    ends = [Collectives(channel) for channel in meet_all(3)]
+    writer, *readers = ends
+    for _ in range(DEPTH):
+        writer.broadcast(torch.ones(1), 0)
+    reading = [end.broadcast(torch.zeros(1), 0) for end in readers]
+    reading[0].complete()
+    with ThreadPoolExecutor(1) as pool:
+        waiting = pool.submit(writer.broadcast, torch.ones(1), 0)
+        with pytest.raises(FutureTimeout):
+            waiting.result(0.05)
+        reading[1].complete()
+        assert waiting.result(5).call.number == DEPTH
+    assert not writer.channel.me.words[WANTS_READ]
+    for end in ends:
+        end.channel.leave(0)
 
 
 def test_the_last_line_that_a_traceback_shows_is_the_call(pair: list[Collectives]) -> None:

@@ -269,6 +269,8 @@ def test_calls_with_wrong_tensors_are_refused_before_they_are_sent(groups: list[
         (lambda: group.all_to_all_single(one, two, [], []), "all_to_all_single: 1 rows cannot"),
         (lambda: group.all_to_all_single(two, one, [], []), "all_to_all_single: 1 rows cannot"),
         (lambda: group.alltoall([apart, one], [one, one]), "all_to_all: an output of shape"),
+        (lambda: group.broadcast([two.to_sparse()]), "broadcast: backend shm is for dense tensors"),
+        (lambda: groups[1].broadcast([apart]), "broadcast: an output of shape"),
         (lambda: group.recv([whole, two], 1), "recv: its tensors have different dtypes"),
     ):
         with pytest.raises(ValueError, match=text):
