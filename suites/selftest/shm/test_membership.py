@@ -66,7 +66,7 @@ def test_a_member_knows_its_peers() -> None:
         (FAILED, PeerLost, f"rank 1 (pid {PID}) of group g has failed, a call waits for it: its reason"),
     ],
 )
-def test_a_peer_that_is_gone_is_an_error_unless_it_has_done_its_part(
+def test_a_peer_that_is_gone_is_an_error_before_its_part_is_done(
     pair: list[Collectives], state: int, kind: type[ShmError], text: str
 ) -> None:
     channel, peer = pair[0].channel, pair[1].channel.me

@@ -110,7 +110,7 @@ def test_a_segment_has_whole_pages_which_may_be_taken_at_once(
     assert descriptors() == before
 
 
-def test_memory_of_a_new_segment_is_taken_unless_it_is_said_otherwise() -> None:
+def test_memory_of_a_new_segment_is_taken_at_once_by_default() -> None:
     segment = Segment.create(3 * PAGE)
     assert os.fstat(segment.handle.fd).st_blocks * 512 == 3 * PAGE
     segment.close()

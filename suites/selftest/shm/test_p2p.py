@@ -497,7 +497,7 @@ def test_an_interrupted_wait_ends_the_message(boxes: Boxes, monkeypatch: pytest.
     assert not boxes[0].channel.me.words[WANTS_READ]
 
 
-def test_a_rank_exchanges_messages_while_it_waits_only_if_it_has_some(boxes: Boxes) -> None:
+def test_a_rank_that_waits_exchanges_the_messages_it_has(boxes: Boxes) -> None:
     assert boxes[0].channel.idle is None
     receive = boxes[0].receive(torch.zeros(1), 1, 0)
     assert boxes[0].channel.idle == boxes[0].exchange
@@ -522,7 +522,7 @@ def test_messages_are_left_to_the_thread_that_exchanges_them(boxes: Boxes) -> No
     assert receive.is_done
 
 
-def test_a_message_that_lingers_or_has_failed_is_completed_if_it_came(boxes: Boxes) -> None:
+def test_a_message_that_came_is_completed_while_it_lingers(boxes: Boxes) -> None:
     first, second = (boxes[0].receive(torch.zeros(1), source, 0) for source in (1, ANY))
     assert not first.has_failed()
     first.linger(time.monotonic())

@@ -232,7 +232,7 @@ def test_a_broadcast_without_options_is_that_of_the_first_rank(groups: list[ShmP
     assert tensors[1].tolist() == [1.0, 1.0]
 
 
-def test_calls_with_wrong_tensors_are_refused_before_they_are_sent(groups: list[ShmProcessGroup]) -> None:
+def test_wrong_tensors_are_refused_before_they_are_sent(groups: list[ShmProcessGroup]) -> None:
     group, one, two = groups[0], torch.ones(1), torch.ones(2)
     apart, whole = torch.ones(1).expand(2), torch.ones(2, dtype=torch.int64)
     half = SimpleNamespace(asyncOp=True, reduceOp=dist.ReduceOp.BAND)
