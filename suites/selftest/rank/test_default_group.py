@@ -369,6 +369,10 @@ def test_an_aborted_group_closes_all_connections(fake: Torch) -> None:
     fake.new_calls()
     group.abort()
     assert fake.new_calls() == [abort]
+    fake.is_initialized = True
+    group._backends.append(fake.other)
+    group.abort()
+    assert fake.new_calls()[2:] == closed
     own = fake.group(key=GROUPLESS)
     fake.is_initialized = True
     own.abort()
@@ -457,4 +461,6 @@ def test_a_group_of_one_process_stands_for_another_rank_or_size(fake: Torch) -> 
 
 
 def test_hidden_times_are_known_for_as_many_calls_as_are_kept(fake: Torch) -> None:
-    assert fake.group()._foreign.maxlen == MAX_RECORDED
+    group = fake.group()
+    assert group._foreign.maxlen == MAX_RECORDED
+    assert group.has_begun(0)

@@ -308,6 +308,13 @@ def test_changes_are_lines_in_the_order_of_the_fields() -> None:
     lines = ["of keys: a, b, c", "a number: 2 (was 1)", "1 process group(s)"]
     assert before.changes(now) == lines
     assert before.changes(before) == []
+    assert before.changes(replace(before, inner=Inner(frozenset({"mesh_dp 1"})))) == []
+
+
+def test_a_look_at_the_state_leaves_the_mask_of_files(state: RankState) -> None:
+    os.umask(0o124)
+    RankState.capture()
+    assert os.umask(0) == 0o124
 
 
 @pytest.mark.parametrize(
