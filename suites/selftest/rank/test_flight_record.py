@@ -298,6 +298,13 @@ def test_calls_of_groups_that_are_gone_do_not_count(recorders: Recorders) -> Non
     assert before == {DEFAULT_GROUP: 0, "5": 2}
 
 
+def test_a_group_that_takes_over_a_name_has_it_alone(recorders: Recorders) -> None:
+    recorders.of_torch = [entry_of(9, 1, "5", 1), entry_of(11, 2, "5", 1), entry_of(12, 1, "5", 2)]
+    issued, before = issued_since(10, recorders.group)
+    assert [each.number for each in issued] == [1]
+    assert before == {"5": 0}
+
+
 def test_a_record_has_the_calls_of_a_test_with_groups_and_times(recorders: Recorders) -> None:
     recorders.hidden = {12}
     gone = entry_of(12, 1, "6", 3, frames=[USERS, FORWARD])
