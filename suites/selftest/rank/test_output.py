@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import io
+import os
 import re
 import sys
 import threading
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
+from lockstep.output import KEEP_ALL, MAX_TEXT, OutputDirectory
+from lockstep.rank import output as module
 from lockstep.rank.item import StreamGuard
-from lockstep.rank.output import PrefixedStream
+from lockstep.rank.output import PrefixedStream, capture_into, end_lines, prefix_streams
 from suites.selftest.project import WITHOUT_PLUGINS, Project, Run, copy_project, run_pytest
 
 OPTIONS = ("-p", "no:cacheprovider", "--world-timeout=20")
@@ -260,3 +265,176 @@ def test_a_stream_that_a_test_replaces_goes_back_and_is_named(monkeypatch: pytes
     assert (sys.stdout, sys.stderr) == (before, of_fixture)
     assert guard.take_notes() == [f"sys.stdout replaced by {of_test!r}"]
     assert guard.take_notes() == []
+
+
+def test_both_streams_have_prefixes_and_end_their_lines(monkeypatch: pytest.MonkeyPatch) -> None:
+    out, err = io.StringIO(), io.StringIO()
+    monkeypatch.setattr(sys, "stdout", out)
+    monkeypatch.setattr(sys, "stderr", err)
+    end_lines()
+    prefix_streams(lambda: "rank 3")
+    for stream in (sys.stdout, sys.stderr):
+        stream.writelines(["no", " end"])
+        assert stream.write("!") == 1
+        assert not stream.closed
+        assert stream.getvalue() == ""  # type: ignore[attr-defined]
+    end_lines()
+    assert out.getvalue() == err.getvalue() == "rank 3: no end!\n"
+
+
+def test_whole_lines_reach_the_stream_below_at_once() -> None:
+    written: list[str] = []
+    stream = PrefixedStream(
+        SimpleNamespace(write=written.append, flush=lambda: written.append("flush")), lambda: "rank 3"
+    )
+    stream.write("")
+    stream.flush()
+    stream.write("a\nb\nrest")
+    assert written == ["rank 3: a\nrank 3: b\n", "flush"]
+    stream.end_line()
+    stream.end_line()
+    assert written[2:] == ["rank 3: rest", "flush", "\n", "flush"]
+
+
+# The output of a test, in this process
+
+
+class Kept:
+    """The output of a test whose sections and reports a test gives."""
+
+    def __init__(self, directory: str, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.sections: list[tuple[str, str, str]] = [("setup", "stdout", "of before")]
+        self.item: Any = SimpleNamespace(nodeid="test_a.py::test_a")
+        monkeypatch.setattr(module, "captured_sections", lambda item: self.sections)
+        world: Any = SimpleNamespace(rank=1)
+        self.output = module.TestOutput(world, directory)
+        self.output.begin(self.item)
+        self.folder = OutputDirectory(directory).of_test("test_a.py::test_a")
+
+
+@pytest.fixture
+def in_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Kept:
+    return Kept(str(tmp_path / "kept"), monkeypatch)
+
+
+LONG = "x" * (MAX_TEXT + 1)
+
+
+def test_output_of_each_phase_is_stored_once(in_folder: Kept) -> None:
+    sections = in_folder.sections
+    sections += [("setup", "stdout", "one\n"), ("setup", "stderr", "two\n")]
+    in_folder.output.settle(in_folder.item)
+    in_folder.output.settle(in_folder.item)
+    sections.append(("call", "stdout", LONG))
+    in_folder.output.settle(in_folder.item)
+    assert sections[:3] == [
+        ("setup", "stdout", "of before"),
+        ("setup", "stdout", "one\n"),
+        ("setup", "stderr", "two\n"),
+    ]
+    when, kind, text = sections[3]
+    assert (when, kind) == ("call", "stdout")
+    assert len(text) <= MAX_TEXT
+    file = in_folder.folder / "rank-1.stdout"
+    assert f"all of it is in {file}" in text
+    assert file.read_text() == f"one\n{LONG}"
+    assert (in_folder.folder / "rank-1.stderr").read_text() == "two\n"
+
+
+def test_output_that_is_not_kept_is_truncated(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    kept = Kept("", monkeypatch)
+    kept.sections.append(("call", "stdout", LONG))
+    kept.output.settle(kept.item)
+    assert KEEP_ALL in kept.sections[1][2]
+    kept.output.keep_of_file(SimpleNamespace(sections=[("Captured stdout", "text")]))  # type: ignore[arg-type]
+
+
+def test_output_that_cannot_be_kept_says_why(in_folder: Kept, tmp_path: Path) -> None:
+    (tmp_path / "kept").touch()
+    in_folder.sections.append(("call", "stdout", "text"))
+    in_folder.output.settle(in_folder.item)
+    text = in_folder.sections[1][2]
+    assert text.startswith("text\n(could not be kept: [Errno ")
+    assert text.endswith(")")
+    in_folder.output.keep_of_file(SimpleNamespace(nodeid="test_a.py", sections=[("Captured log", "x")]))  # type: ignore[arg-type]
+
+
+def test_output_of_a_subtest_is_stored_after_that_of_the_setup(in_folder: Kept) -> None:
+    sections = [("Captured stdout setup", "of before"), ("Captured stdout call", "mine\n"), ("Other", LONG)]
+    report: Any = SimpleNamespace(nodeid="test_a.py::test_a", sections=sections)
+    in_folder.output.settle_subtest(report)
+    assert sections[:2] == [("Captured stdout setup", "of before"), ("Captured stdout call", "mine\n")]
+    title, text = sections[2]
+    assert title == "Other"
+    assert len(text) <= MAX_TEXT
+    assert (in_folder.folder / "rank-1.stdout").read_text() == "mine\n"
+    assert (in_folder.folder / "rank-1.Other").read_text() == LONG
+
+
+def test_output_of_a_file_takes_the_place_of_an_earlier_import(in_folder: Kept, tmp_path: Path) -> None:
+    for text in ("first\n", "second\n"):
+        report: Any = SimpleNamespace(nodeid="test_a.py", sections=[("Captured stdout", text)])
+        in_folder.output.keep_of_file(report)
+    assert (tmp_path / "kept" / "test_a.py" / "rank-1.stdout").read_text() == "second\n"
+
+
+@pytest.mark.parametrize(
+    ("title", "kind"),
+    [
+        *(("Captured stdout call", "stdout"), ("Captured log", "log"), ("Captured", "Captured")),
+        ("Of a plugin", "Of a plugin"),
+    ],
+)
+def test_the_kind_of_a_section_is_in_its_title(title: str, kind: str) -> None:
+    assert module._kind(title) == kind
+
+
+class Capture:
+    """A capture of a file descriptor into a file without a name, as pytest's."""
+
+    def __init__(self, number: int, file: Any) -> None:
+        self.targetfd, self.tmpfile = number, file
+        self.calls: list[str] = []
+
+    def start(self) -> None:
+        self.calls.append("start")
+
+    def done(self) -> None:
+        self.calls.append("done")
+
+
+def test_captures_write_into_files_with_names_while_they_last(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Patched(Capture):
+        pass
+
+    Patched.start, Patched.done = Capture.start, Capture.done  # type: ignore[method-assign]
+    monkeypatch.setattr(module, "FD_CAPTURE", Patched)
+    folder = tmp_path / "captured"
+    capture_into(str(folder))
+    assert folder.stat().st_mode & 0o777 == 0o700
+    with (tmp_path / "file").open("w+b") as first, (tmp_path / "other").open("w+b") as second:
+        captures = [Patched(1, first), Patched(2, second), Patched(5, first)]
+        for capture in captures[:2]:
+            capture.start()
+        first.write(b"out")
+        first.flush()
+        second.write(b"err")
+        second.flush()
+        assert not os.get_inheritable(first.fileno())
+        names = ["000000000.stdout", "000000001.stderr"]
+        assert [(folder / name).read_bytes() for name in names] == [b"out", b"err"]
+        assert (folder / names[0]).stat().st_mode & 0o777 == 0o600
+        captures[2].start()
+        assert sorted(path.name for path in folder.iterdir()) == names
+        captures[0].done()
+        assert [path.name for path in folder.iterdir()] == names[1:]
+        (folder / names[1]).unlink()
+        for capture in captures:
+            capture.done()
+    assert [capture.calls for capture in captures] == [
+        ["start", "done", "done"],
+        ["start", "done"],
+        ["start", "done"],
+    ]
