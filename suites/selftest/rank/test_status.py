@@ -48,6 +48,17 @@ def test_stacks_of_running_threads_are_stacks() -> None:
     assert "deep" in seen
 
 
+def test_stacks_are_those_of_the_threads_of_now() -> None:
+    stop, stacks = threading.Event(), Stacks()
+    before = stacks.take().keys()
+    thread = threading.Thread(target=stop.wait)
+    thread.start()
+    assert stacks.take().keys() - before == {thread.ident}
+    stop.set()
+    thread.join()
+    assert stacks.take().keys() == before
+
+
 def test_a_place_is_a_line_of_a_function() -> None:
     place = Stacks().take()[threading.get_ident()][1]  # below `take`
     assert (place.file, place.function) == (__file__, "test_a_place_is_a_line_of_a_function")
@@ -159,6 +170,11 @@ def test_a_rank_that_is_blocked_says_so_and_since_when(reader: Reader) -> None:
     assert reader.status().blocked == 0.0
 
 
+def test_a_rank_is_not_known_to_be_blocked_at_first(reader: Reader) -> None:
+    reader.seen = None
+    assert reader.status().blocked == 0.0
+
+
 def test_a_rank_that_does_not_run_a_test_answers_without_stacks(reader: Reader) -> None:
     for state in ("votes", "idle"):
         reader.activity.state = state  # type: ignore[assignment]
@@ -266,6 +282,7 @@ def test_a_call_has_the_name_that_a_feature_gives_it(reader: Reader) -> None:
         (((OF_PYTEST, "p"), ("/hidden/a.py", "h"), (PACKAGE, "g")), "phg", "reports"),
         (((OF_PYTEST, "p"), ("/runner/a.py", "r"), ("/home/a.py", "f")), "f", "runs"),
         (((PACKAGE, "g"),), "g", "runs"),
+        (((PACKAGE, "g"), (PACKAGE, "h")), "gh", "runs"),
         ((("/home/a.py", "f"), (OF_PYTEST, "p")), "p", "reports"),
         ((), "", "runs"),
     ],
@@ -311,7 +328,8 @@ def test_stacks_of_calls_are_kept_once_a_backend_is_loaded(
     answers = iter([False, False, True])
     observed: list[object] = []
     backend = SimpleNamespace(observe=lambda observer: observed.append(observer) or next(answers))
-    monkeypatch.setattr(module, "BACKENDS", {"a": backend})
+    other = SimpleNamespace(observe=lambda observer: False)
+    monkeypatch.setattr(module, "BACKENDS", {"a": backend, "b": other})
     for _ in range(5):
         reader.keep_stacks()
     assert observed == [keep_stack] * 3
