@@ -315,9 +315,7 @@ def test_groups_of_an_item_meet_under_keys_of_its_own(fake: Torch) -> None:
     assert fake.new_calls("set_default") == []
 
 
-def test_no_group_of_an_earlier_item_counts_where_tests_make_their_own(
-    fake: Torch, clock: Callable[[], int]
-) -> None:
+def test_no_group_of_an_earlier_item_counts_in_the_next(fake: Torch, clock: Callable[[], int]) -> None:
     group = fake.group(key=GROUPLESS)
     group.join()
     group.is_aborted = True
@@ -379,7 +377,7 @@ def test_an_aborted_group_closes_all_connections(fake: Torch) -> None:
     assert fake.new_calls() == [call.own.abort(is_of_world=False), *closed]
 
 
-def test_a_forked_child_leaves_groups_and_connections_to_the_rank(fake: Torch) -> None:
+def test_a_forked_child_leaves_groups_to_the_rank(fake: Torch) -> None:
     group = fake.group()
     group.detach()
     assert fake.new_calls() == [call.take_groups(), call.own.detach(), call.other.detach()]

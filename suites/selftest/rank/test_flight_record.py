@@ -241,7 +241,7 @@ def entry_of(at: int, number: int = 1, group: str = "", pg_id: int = 0, **change
 ISSUED = Issued(DEFAULT_GROUP, (0, 1), 4, "all_reduce", ("float",), ((2, 3),), in_flight=False)
 
 
-def test_collectives_since_a_time_are_listed_and_earlier_ones_counted(recorders: Recorders) -> None:
+def test_collectives_are_listed_and_earlier_ones_counted(recorders: Recorders) -> None:
     recorders.of_torch = [
         entry_of(5, 2),
         entry_of(9, 3),

@@ -416,8 +416,10 @@ def test_captures_write_into_files_with_names_while_they_last(
     assert folder.stat().st_mode & 0o777 == 0o700
     with (tmp_path / "file").open("w+b") as first, (tmp_path / "other").open("w+b") as second:
         captures = [Patched(1, first), Patched(2, second), Patched(5, first)]
+        files = os.listdir("/proc/self/fd")
         for capture in captures[:2]:
             capture.start()
+        assert os.listdir("/proc/self/fd") == files
         first.write(b"out")
         first.flush()
         second.write(b"err")

@@ -260,7 +260,7 @@ def test_features_add_parts_to_the_report_of_an_error_once(reporting: Reporting)
     assert len(seen) == 1
 
 
-def test_before_a_report_forked_children_end_and_output_is_settled(reporting: Reporting) -> None:
+def test_before_a_report_children_end_and_output_is_settled(reporting: Reporting) -> None:
     error = ValueError("bad")
     reporting.raise_in_phase(error)
     reporting.raise_in_phase(None)

@@ -80,35 +80,35 @@ class Session(RankSession):
 
 
 @pytest.fixture
-def session(monkeypatch: pytest.MonkeyPatch) -> Session:
+def made(monkeypatch: pytest.MonkeyPatch) -> Session:
     return Session(monkeypatch)
 
 
 # The start and the end
 
 
-def test_the_parts_of_a_session_know_each_other(session: Session) -> None:
-    calls = session.calls
-    assert session.__name__ == RANK_PLUGIN
-    assert (session.order, session.started) == (None, False)
-    assert session.world is session.rank.world
-    assert session._state is session._guards.state
-    assert session.rank.adopt_state is session._state.adopt
-    RankSession(session._spec, object())  # type: ignore[arg-type]
+def test_the_parts_of_a_session_know_each_other(made: Session) -> None:
+    calls = made.calls
+    assert made.__name__ == RANK_PLUGIN
+    assert (made.order, made.started) == (None, False)
+    assert made.world is made.rank.world
+    assert made._state is made._guards.state
+    assert made.rank.adopt_state is made._state.adopt
+    RankSession(made._spec, object())  # type: ignore[arg-type]
     assert calls.RankCollection.call_args == call("/root")
     assert calls.CrashReports.call_args == call("/private/rank-1.stacks")
-    assert calls.ItemGuards.call_args == call(session.rank, session._crash_reports)
-    assert calls.Standing.call_args == call(session._spec)
-    assert calls.RankReporter.call_args == call(session.rank, session._standing, session._guards)
+    assert calls.ItemGuards.call_args == call(made.rank, made._crash_reports)
+    assert calls.Standing.call_args == call(made._spec)
+    assert calls.RankReporter.call_args == call(made.rank, made._standing, made._guards)
     config = Mock()
-    session.pytest_configure(config)
+    made.pytest_configure(config)
     plugins = [each.args[0] for each in config.pluginmanager.register.call_args_list]
-    assert plugins == [session._collection, session._guards, session._reporter]
+    assert plugins == [made._collection, made._guards, made._reporter]
 
 
-def test_a_session_answers_and_meets_the_others(session: Session) -> None:
-    session.join()
-    assert session.names() == ["gc.enable", "CrashReports().enable", "join"]
+def test_a_session_answers_and_meets_the_others(made: Session) -> None:
+    made.join()
+    assert made.names() == ["gc.enable", "CrashReports().enable", "join"]
 
 
 class Ended(BaseException):
@@ -116,10 +116,10 @@ class Ended(BaseException):
 
 
 @pytest.fixture
-def main(session: Session, monkeypatch: pytest.MonkeyPatch) -> Any:
+def main(made: Session, monkeypatch: pytest.MonkeyPatch) -> Any:
     """The `pytest.main` that a session runs; it comes to the first item."""
     mock = Mock(return_value=2)
-    mock.side_effect = lambda args, plugins: setattr(session, "started", True)
+    mock.side_effect = lambda args, plugins: setattr(made, "started", True)
     monkeypatch.setattr(module.pytest, "main", mock)
 
     def end(status: int) -> None:
@@ -129,18 +129,18 @@ def main(session: Session, monkeypatch: pytest.MonkeyPatch) -> Any:
     return mock
 
 
-def run(session: Session, names_lines: bool = True) -> None:
+def run(made: Session, names_lines: bool = True) -> None:
     with pytest.raises(Ended) as ended:
-        session.run(names_lines=names_lines)
+        made.run(names_lines=names_lines)
     assert ended.value.args == (0,)
 
 
-def test_a_session_runs_over_the_arguments_of_the_user(session: Session, main: Any) -> None:
+def test_a_session_runs_over_the_arguments_of_the_user(made: Session, main: Any) -> None:
     logger = logging.getLogger("c10d-NullHandler-default")
     logger.disabled = False
-    run(session)
-    main.assert_called_once_with(["-q"], plugins=[session])
-    assert session.calls.mock_calls == [
+    run(made)
+    main.assert_called_once_with(["-q"], plugins=[made])
+    assert made.calls.mock_calls == [
         call.capture_into("/private/rank-1.captured"),
         call.attach_log_handlers_quickly(),
         call.manage_fixtures_quickly(),
@@ -155,47 +155,47 @@ def test_a_session_runs_over_the_arguments_of_the_user(session: Session, main: A
 @pytest.mark.parametrize("captures", [True, False])
 @pytest.mark.parametrize("names_lines", [True, False])
 def test_lines_have_names_where_they_are_not_captured(
-    session: Session, main: Any, captures: bool, names_lines: bool
+    made: Session, main: Any, captures: bool, names_lines: bool
 ) -> None:
-    session._spec = replace(session._spec, session=replace(session._spec.session, captures=captures))
-    run(session, names_lines)
+    made._spec = replace(made._spec, session=replace(made._spec.session, captures=captures))
+    run(made, names_lines)
     has_names = names_lines and not captures
-    assert session.calls.prefix_streams.called == has_names
+    assert made.calls.prefix_streams.called == has_names
     if has_names:
-        (name,) = session.calls.prefix_streams.call_args.args
-        session.world.rank = 3
+        (name,) = made.calls.prefix_streams.call_args.args
+        made.world.rank = 3
         assert name() == "rank 3"
 
 
-def test_the_ini_file_of_the_controller_is_used(session: Session, main: Any) -> None:
-    session._spec = replace(session._spec, session=replace(session._spec.session, inifile="/root/a.ini"))
-    run(session)
-    session.calls.set_root.assert_called_once_with(Path("/root"), Path("/root/a.ini"))
+def test_the_ini_file_of_the_controller_is_used(made: Session, main: Any) -> None:
+    made._spec = replace(made._spec, session=replace(made._spec.session, inifile="/root/a.ini"))
+    run(made)
+    made.calls.set_root.assert_called_once_with(Path("/root"), Path("/root/a.ini"))
 
 
-def test_a_session_that_does_not_start_says_why(session: Session, main: Any) -> None:
+def test_a_session_that_does_not_start_says_why(made: Session, main: Any) -> None:
     main.side_effect = None
-    run(session)
-    assert session.sent() == [StartFailed("pytest ended with status 2 before it ran a test")]
+    run(made)
+    assert made.sent() == [StartFailed("pytest ended with status 2 before it ran a test")]
     main.side_effect = SystemExit("of a conftest")
     with pytest.raises(SystemExit):
-        session.run(names_lines=True)
-    text = session.sent()[1].text
+        made.run(names_lines=True)
+    text = made.sent()[1].text
     assert text.startswith("it raised before it ran a test\n")
     assert text.endswith("SystemExit: of a conftest")
-    session.started = True
+    made.started = True
     with pytest.raises(SystemExit):
-        session.run(names_lines=True)
-    assert len(session.sent()) == 2
+        made.run(names_lines=True)
+    assert len(made.sent()) == 2
 
 
 def test_streams_are_flushed_though_one_is_closed(
-    session: Session, main: Any, monkeypatch: pytest.MonkeyPatch
+    made: Session, main: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     out, err = Mock(), Mock()
     out.flush.side_effect = ValueError("closed")
     monkeypatch.setattr(module, "sys", SimpleNamespace(stdout=out, stderr=err))
-    run(session)
+    run(made)
     out.flush.assert_called_once_with()
     err.flush.assert_called_once_with()
 
@@ -205,11 +205,11 @@ def test_streams_are_flushed_though_one_is_closed(
 
 @pytest.mark.parametrize(("before", "after"), [("sys", "tee-sys"), ("fd", "fd"), (None, None)])
 def test_capture_into_memory_writes_to_the_log_as_well(
-    session: Session, before: str | None, after: str | None
+    made: Session, before: str | None, after: str | None
 ) -> None:
     options = SimpleNamespace() if before is None else SimpleNamespace(capture=before)
     config: Any = SimpleNamespace(known_args_namespace=options)
-    hook = session.pytest_load_initial_conftests(config)
+    hook = made.pytest_load_initial_conftests(config)
     next(hook)
     with pytest.raises(StopIteration) as end:
         hook.send("result")
@@ -217,12 +217,12 @@ def test_capture_into_memory_writes_to_the_log_as_well(
     assert getattr(options, "capture", None) == after
 
 
-def test_a_rank_does_nothing_that_the_controller_does_once(session: Session) -> None:
+def test_a_rank_does_nothing_that_the_controller_does_once(made: Session) -> None:
     options = SimpleNamespace(maxfail=1, keyword="a", xmlpath="x", dist="load", other=5, basetemp=None)
     blocked: list[str] = []
     manager = SimpleNamespace(set_blocked=blocked.append)
     config: Any = SimpleNamespace(option=options, hook="the hooks", pluginmanager=manager)
-    hook = session.pytest_cmdline_main(config)
+    hook = made.pytest_cmdline_main(config)
     next(hook)
     with pytest.raises(StopIteration) as end:
         hook.send("result")
@@ -235,63 +235,63 @@ def test_a_rank_does_nothing_that_the_controller_does_once(session: Session) -> 
         "other": 5,
         "basetemp": "/base",
     }
-    assert session._config is config
-    assert session.rank.hook == "the hooks"
+    assert made._config is config
+    assert made.rank.hook == "the hooks"
     assert blocked == ["terminal", "terminalreporter"]
     assert config.workerinput == {"workerid": "gw1", "workercount": 2}
     assert config.workeroutput == {}
 
 
-def test_nothing_is_collected_at_first_and_freed_tensors_are_shown(session: Session) -> None:
-    assert session.pytest_collection() is True
-    session.pytest_sessionstart()
-    assert session.names() == ["show_freed_tensors"]
+def test_nothing_is_collected_as_a_session_starts(made: Session) -> None:
+    assert made.pytest_collection() is True
+    made.pytest_sessionstart()
+    assert made.names() == ["show_freed_tensors"]
 
 
 @pytest.mark.parametrize("has_idle", [True, False])
 def test_orders_are_run_until_the_session_is_closed(
-    session: Session, monkeypatch: pytest.MonkeyPatch, has_idle: bool
+    made: Session, monkeypatch: pytest.MonkeyPatch, has_idle: bool
 ) -> None:
     ran: list[Any] = []
     of_pytest = Mock()
     hook = of_pytest.config.hook.pytest_ranks_idle
     hook.get_hookimpls.return_value = ["one"] if has_idle else []
-    monkeypatch.setattr(session, "_run", lambda *given: ran.append((given, session.order, session.started)))
-    wire: Any = session.rank.wire
+    monkeypatch.setattr(made, "_run", lambda *given: ran.append((given, made.order, made.started)))
+    wire: Any = made.rank.wire
     other = replace(ORDER, path="b.py")
     wire.next_order.side_effect = [ORDER, Interrupt(), other, Close()]
-    assert session.pytest_runtestloop(of_pytest) is True
+    assert made.pytest_runtestloop(of_pytest) is True
     assert ran == [((of_pytest, each), each, True) for each in (ORDER, other)]
-    assert session.names()[:3] == ["ItemGuards().state.start", "Standing().await_item", "wire.send"]
-    assert session.sent() == [Ready()]
+    assert made.names()[:3] == ["ItemGuards().state.start", "Standing().await_item", "wire.send"]
+    assert made.sent() == [Ready()]
     assert wire.next_order.call_args_list == [call(hook if has_idle else None)] * 4
 
 
 # One item
 
 
-def run_item(session: Session, order: RunItem = ORDER) -> list[Any]:
+def run_item(made: Session, order: RunItem = ORDER) -> list[Any]:
     """Run an item; return what was sent."""
-    session.rank.group.stands.return_value = True  # type: ignore[attr-defined]
-    session._state.is_restored = True
-    session.calls.reset_mock()
+    made.rank.group.stands.return_value = True  # type: ignore[attr-defined]
+    made._state.is_restored = True
+    made.calls.reset_mock()
     of_pytest: Any = "the session"
-    session._run(of_pytest, order)
-    return session.sent()
+    made._run(of_pytest, order)
+    return made.sent()
 
 
 DONE = Finished(True, 7, 3, replace(STATUS, state="idle"), {})
 
 
-def test_an_item_is_run_in_its_steps(session: Session) -> None:
+def test_an_item_is_run_in_its_steps(made: Session) -> None:
     item, following = Mock(), Mock()
-    session.found = {"a.py::test_a": item, "b.py::test_b": following}
+    made.found = {"a.py::test_a": item, "b.py::test_b": following}
     during: list[Any] = []
-    hook = session._config.hook
-    hook.pytest_ranks_run_item.side_effect = lambda **_: during.append(replace(session.activity))
-    assert run_item(session) == [Collecting("/here/a.py"), ItemStarted(), DONE]
-    device = session.rank.group.device
-    assert [each for each in session.calls.mock_calls if each[0] != "RankCollection().find"] == [
+    hook = made._config.hook
+    hook.pytest_ranks_run_item.side_effect = lambda **_: during.append(replace(made.activity))
+    assert run_item(made) == [Collecting("/here/a.py"), ItemStarted(), DONE]
+    device = made.rank.group.device
+    assert [each for each in made.calls.mock_calls if each[0] != "RankCollection().find"] == [
         call.ItemGuards().state.end_groups(),
         call.hook.pytest_ranks_begin(order=ORDER),
         call.Rank().group.begin_item(),
@@ -309,16 +309,16 @@ def test_an_item_is_run_in_its_steps(session: Session) -> None:
     ]
     (activity,) = during
     assert (activity.state, activity.began, activity.meeting, activity.item) == ("runs", 5, None, 5)
-    activity = session.activity
+    activity = made.activity
     assert (activity.state, activity.case, activity.count) == ("idle", "", "")
 
 
-def test_features_change_orders_items_and_endings(session: Session) -> None:
+def test_features_change_orders_items_and_endings(made: Session) -> None:
     item, other = Mock(), Mock()
     location = ("a.py", 3, "test_a")
     changed = replace(ORDER, nodeid="changed", location=location, parts={"mine": 1}, next_item=None)
-    session.found = {"changed": item}
-    hook = session._config.hook
+    made.found = {"changed": item}
+    hook = made._config.hook
     hook.pytest_ranks_begin.return_value = changed
     hook.pytest_ranks_item.return_value = other
 
@@ -326,79 +326,79 @@ def test_features_change_orders_items_and_endings(session: Session) -> None:
         ending.usable, ending.parts["mine"] = False, 2
 
     hook.pytest_ranks_finished.side_effect = finish
-    session.options["check_collectives"] = False
-    assert run_item(session)[-1] == Finished(False, 7, 3, None, {"mine": 2})
+    made.options["check_collectives"] = False
+    assert run_item(made)[-1] == Finished(False, 7, 3, None, {"mine": 2})
     hook.pytest_ranks_item.assert_called_once_with(item=item, order=changed)
-    session.calls.set_location.assert_called_once_with(other, location)
-    session.calls.RankReporter().begin.assert_called_once_with(other)
+    made.calls.set_location.assert_called_once_with(other, location)
+    made.calls.RankReporter().begin.assert_called_once_with(other)
     hook.pytest_ranks_run_item.assert_called_once_with(item=other, nextitem=None, order=changed)
     hook.pytest_ranks_item.return_value = None
-    run_item(session)
-    session.calls.set_location.assert_called_once_with(item, location)
+    run_item(made)
+    made.calls.set_location.assert_called_once_with(item, location)
 
 
-def test_without_parts_or_a_location_an_item_is_as_it_was_collected(session: Session) -> None:
-    session.found = {"a.py::test_a": Mock()}
-    run_item(session)
-    assert not session._config.hook.pytest_ranks_item.called
-    assert not session.calls.set_location.called
+def test_without_parts_or_location_an_item_is_as_collected(made: Session) -> None:
+    made.found = {"a.py::test_a": Mock()}
+    run_item(made)
+    assert not made._config.hook.pytest_ranks_item.called
+    assert not made.calls.set_location.called
 
 
-def test_an_item_that_is_missing_is_reported_and_the_group_aborted(session: Session) -> None:
-    assert run_item(session) == [Collecting("/here/a.py"), ItemStarted(), DONE]
-    names = session.names()
+def test_a_missing_item_is_reported_and_the_group_aborted(made: Session) -> None:
+    assert run_item(made) == [Collecting("/here/a.py"), ItemStarted(), DONE]
+    names = made.names()
     start = names.index("RankCollection().report_missing")
     assert names[start : start + 3] == [
         *("RankCollection().report_missing", "RankReporter().send", "group.abort"),
     ]
-    report_missing: Any = session._collection.report_missing
+    report_missing: Any = made._collection.report_missing
     report_missing.assert_called_once_with(ORDER, "the session")
-    send: Any = session._reporter.send
+    send: Any = made._reporter.send
     send.assert_called_once_with(report_missing.return_value)
-    assert not session._config.hook.pytest_ranks_run_item.called
-    assert not session.calls.seed_everything.called
+    assert not made._config.hook.pytest_ranks_run_item.called
+    assert not made.calls.seed_everything.called
 
 
 @pytest.mark.parametrize(("stands", "restored"), [(True, False), (False, True), (False, False)])
 def test_a_rank_is_usable_with_its_group_and_its_state(
-    session: Session, monkeypatch: pytest.MonkeyPatch, stands: bool, restored: bool
+    made: Session, monkeypatch: pytest.MonkeyPatch, stands: bool, restored: bool
 ) -> None:
-    group: Any = session.rank.group
-    group.stands.return_value, session._state.is_restored = stands, restored
+    group: Any = made.rank.group
+    group.stands.return_value, made._state.is_restored = stands, restored
     of_pytest: Any = None
-    session._run(of_pytest, ORDER)
-    assert session.sent()[-1].usable is False
+    made._run(of_pytest, ORDER)
+    assert made.sent()[-1].usable is False
 
 
 @pytest.mark.parametrize("captures", [True, False])
 def test_lines_that_are_not_captured_end_with_the_item(
     monkeypatch: pytest.MonkeyPatch, captures: bool
 ) -> None:
-    session = Session(monkeypatch, captures=captures)
-    run_item(session)
-    assert session.calls.end_lines.called is not captures
+    made = Session(monkeypatch, captures=captures)
+    run_item(made)
+    assert made.calls.end_lines.called is not captures
 
 
-def test_files_are_collected_once_and_the_controller_hears_of_it(session: Session) -> None:
+def test_files_are_collected_once_and_the_controller_hears_of_it(made: Session) -> None:
     first, second = object(), object()
-    session.found = {"a.py::test_a": first, "b.py::test_b": second}
+    made.found = {"a.py::test_a": first, "b.py::test_b": second}
     order = replace(ORDER, functions={"a.py::test_a": frozenset({"test_a"})})
     of_pytest: Any = "the session"
-    assert session._collect(of_pytest, order) == [first, second]
-    find: Any = session._collection.find
+    assert made._collect(of_pytest, order) == [first, second]
+    find: Any = made._collection.find
     assert find.call_args_list == [
         call("the session", "a.py::test_a", "/here/a.py", frozenset({"test_a"})),
         call("the session", "b.py::test_b", "/here/b.py", None),
     ]
-    assert session.sent() == [Collecting("/here/a.py"), ItemStarted()]
-    session._collection.errors["/here/a.py"] = ""
-    assert session._collect(of_pytest, replace(order, next_item=None)) == [first, None]
-    assert len(session.sent()) == 2
-    session._collect(of_pytest, order)
-    assert session.sent()[2:] == [Collecting("/here/b.py"), ItemStarted()]
-    session._collection.errors["/here/b.py"] = "broken"
-    assert session._collect(of_pytest, order) == [first, second]
-    assert len(session.sent()) == 4
+    assert made.sent() == [Collecting("/here/a.py"), ItemStarted()]
+    made._collection.errors["/here/a.py"] = ""
+    assert made._collect(of_pytest, replace(order, next_item=None)) == [first, None]
+    assert len(made.sent()) == 2
+    made._collect(of_pytest, order)
+    assert made.sent()[2:] == [Collecting("/here/b.py"), ItemStarted()]
+    made._collection.errors["/here/b.py"] = "broken"
+    assert made._collect(of_pytest, order) == [first, second]
+    assert len(made.sent()) == 4
 
 
 # Errors past pytest
@@ -414,34 +414,34 @@ def item_that_raises(error: BaseException | None) -> Any:
     )
 
 
-def test_an_item_that_runs_has_no_report_of_the_session(session: Session) -> None:
+def test_an_item_that_runs_has_no_report_of_the_session(made: Session) -> None:
     item = item_that_raises(None)
-    assert session.pytest_ranks_run_item(item, None) is True
+    assert made.pytest_ranks_run_item(item, None) is True
     item.ihook.pytest_runtest_protocol.assert_called_once_with(item=item, nextitem=None)
-    assert session.names() == []
+    assert made.names() == []
 
 
 @pytest.mark.parametrize(("over", "when"), [(0, "setup"), (1, "call"), (2, "teardown"), (3, "teardown")])
-def test_what_is_raised_past_pytest_fails_the_phase(session: Session, over: int, when: str) -> None:
-    session._reporter.phases_over = over
-    rank: Any = session.rank
+def test_what_is_raised_past_pytest_fails_the_phase(made: Session, over: int, when: str) -> None:
+    made._reporter.phases_over = over
+    rank: Any = made.rank
     rank.wire.is_interrupted = over == 1
     error = KeyboardInterrupt("by a test") if over != 1 else ValueError("of a hook")
     item = item_that_raises(error)
-    assert session.pytest_ranks_run_item(item, None) is True
-    log: Any = session._reporter.pytest_runtest_logreport
+    assert made.pytest_ranks_run_item(item, None) is True
+    log: Any = made._reporter.pytest_runtest_logreport
     (report,) = log.call_args.args
     assert (report.nodeid, report.location, report.outcome) == (item.nodeid, item.location, "failed")
     assert (report.when, report.longrepr) == (when, f"repr of {error!r}")
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt(), pytest.exit.Exception("over")])
-def test_an_interrupt_of_the_controller_ends_the_session(session: Session, error: BaseException) -> None:
-    rank: Any = session.rank
+def test_an_interrupt_of_the_controller_ends_the_session(made: Session, error: BaseException) -> None:
+    rank: Any = made.rank
     rank.wire.is_interrupted = True
     with pytest.raises(type(error)):
-        session.pytest_ranks_run_item(item_that_raises(error), None)
-    assert session.names() == []
+        made.pytest_ranks_run_item(item_that_raises(error), None)
+    assert made.names() == []
 
 
 def test_a_failure_that_has_no_representation_is_its_text() -> None:

@@ -226,9 +226,7 @@ def test_a_handler_that_python_does_not_know_is_left(state: RankState) -> None:
     assert signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
 
 
-def test_limits_that_may_not_be_raised_are_raised_as_far_as_they_go(
-    state: RankState, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_limits_are_raised_as_far_as_they_may_be(state: RankState, monkeypatch: pytest.MonkeyPatch) -> None:
     limits = dict.fromkeys(module._LIMITS.values(), (5, 10))
     tried = []
 
@@ -391,9 +389,7 @@ def test_all_groups_end_with_a_default_one_of_a_test(groups: list[Any]) -> None:
 # Crash reports and seeds
 
 
-def test_stacks_go_to_the_file_of_the_rank_and_crashes_to_its_log(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_stacks_go_to_a_file_and_crashes_to_the_log(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "stacks"
     path.write_text("of an earlier rank")
     reports = CrashReports(str(path))

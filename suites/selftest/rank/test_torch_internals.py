@@ -139,7 +139,7 @@ def test_the_default_group_is_lent_alone_over_another_store(fake: Torch) -> None
     assert fake.new_calls() == [call._register_process_group("default", fake.default)]
 
 
-def test_groups_that_torch_does_not_know_are_shut_down_from_the_last(fake: Torch) -> None:
+def test_unknown_groups_are_shut_down_from_the_last(fake: Torch) -> None:
     third, fourth = Group("third", fake.calls), Group("fourth", fake.calls)
     known: dict[Any, Any] = dict.fromkeys([third, fake.other, fourth])
     TakenGroups(None, 0, {"pg_map": known}).shut_down()
@@ -230,7 +230,8 @@ def dumps(monkeypatch: pytest.MonkeyPatch) -> Dumps:
 
 WHOLE = {**dict.fromkeys(module._KEYS, 1), "more": 2}
 PART = {name: 1 for name in module._KEYS if name != "retired"}
-ENTRIES = {"entries": [WHOLE, PART]}
+BARE = dict.fromkeys(module._KEYS, 1)
+ENTRIES = {"entries": [WHOLE, PART, BARE]}
 
 
 @pytest.mark.parametrize("backend", ["gloo", "nccl", None, "cpu:gloo,cuda:nccl"])
@@ -240,8 +241,8 @@ def test_records_are_those_of_the_backend(fake: Torch, dumps: Dumps, backend: st
         fake.group.WORLD = None
     name = "_dump_nccl_trace" if "nccl" in (backend or "") else "_dump_fr_trace"
     dumps.found = {name: pickle.dumps(ENTRIES), f"{name}_json": json.dumps(ENTRIES)}
-    assert module.recorded_collectives() == [WHOLE]
-    assert module.recorded_calls() == [WHOLE]
+    assert module.recorded_collectives() == [WHOLE, BARE]
+    assert module.recorded_calls() == [WHOLE, BARE]
     assert dumps.asked == [(f"{name}_json", (True, False)), (name, (True, True, False))]
 
 
@@ -260,7 +261,7 @@ def test_without_stacks_there_are_collectives(
     dumps.found = {"_dump_fr_trace_json": json.dumps(ENTRIES), "_dump_fr_trace": dumped or b""}
     if dumped is None:
         monkeypatch.delattr(torch._C._distributed_c10d, "_dump_fr_trace")
-    assert module.recorded_calls() == [WHOLE]
+    assert module.recorded_calls() == [WHOLE, BARE]
 
 
 def test_a_compiler_that_is_imported_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -308,6 +309,7 @@ def test_a_freed_tensor_is_shown_as_such(monkeypatch: pytest.MonkeyPatch) -> Non
     parameter = torch.nn.Parameter(torch.ones(2))
     for tensor in (freed, parameter):
         tensor.untyped_storage().resize_(0)
+    assert module._is_freed(freed)  # else its repr ends this process
     plain = repr(kept)
     module.show_freed_tensors()
     assert repr(freed) == "tensor(<freed>, size=(2, 3), dtype=torch.float32)"

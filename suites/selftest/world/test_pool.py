@@ -150,7 +150,7 @@ def test_a_world_that_was_ended_while_it_was_idle_is_closed(pool: Pool) -> None:
     assert first.within == [None]
 
 
-def test_worlds_that_have_ended_are_reaped_before_the_next_is_taken(pool: Pool) -> None:
+def test_ended_worlds_are_reaped_before_the_next_is_taken(pool: Pool) -> None:
     first, second, third = pool.warm(2, 3, 4)
     for world in (first, second, third):
         assert pool.get(world.key.size) is world
@@ -278,7 +278,7 @@ def test_an_interrupted_pool_ends_its_worlds_in_one_time(pool: Pool, clock: list
     assert pool.new_calls() == []
 
 
-def test_a_pool_that_is_interrupted_between_tests_has_all_complaints(pool: Pool, clock: list[float]) -> None:
+def test_a_pool_interrupted_between_tests_has_all_complaints(pool: Pool, clock: list[float]) -> None:
     (warm,) = pool.warm(2)
     warm.complaints = ["rank 1 failed"]
     assert pool.interrupt(10.0) == Interrupted(None, {}, ["rank 1 failed"])

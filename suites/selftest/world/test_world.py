@@ -217,7 +217,7 @@ def test_a_rank_that_does_not_start_ends_the_start(made: Made, message: Any, wor
     assert str(raised.value) == words
 
 
-def test_ranks_that_are_not_ready_in_time_are_named_with_their_stacks(made: Made) -> None:
+def test_ranks_that_are_late_are_named_with_their_stacks(made: Made) -> None:
     made.moments = [[(0, Ready())]]
     made.statuses = {rank: RankStatus(f"stack of {rank}", "") for rank in (0, 1)}
     made.share = Share()
@@ -263,7 +263,7 @@ def run_of(world: World, outcome: ItemOutcome | OSError) -> ItemRun:
     return made
 
 
-def test_output_of_ranks_that_did_not_finish_is_kept_by_the_controller(made: Made) -> None:
+def test_output_of_ranks_that_did_not_finish_is_kept(made: Made) -> None:
     made.outputs = f"{made.path}/outputs"
     folder = OutputDirectory(made.outputs).of_test("test_a.py::test_a")
     folder.mkdir(parents=True)
@@ -321,7 +321,7 @@ def test_an_interrupted_world_says_what_each_rank_did(made: Made) -> None:
     assert world.interrupt() == {0: "has ended the test", 1: "died: SIGKILL"}
 
 
-def test_a_world_that_closes_is_awaited_and_complains_of_its_ranks(made: Made) -> None:
+def test_a_closing_world_is_awaited_and_complains_of_ranks(made: Made) -> None:
     world = made.start()
     handles = handles_of(world)
     world.send_close()
@@ -356,7 +356,7 @@ def test_a_world_that_did_not_start_has_the_usual_time_to_end(made: Made) -> Non
     assert made.world().reap() == []
 
 
-def test_a_world_with_a_dead_rank_or_without_its_directory_is_at_fault(made: Made) -> None:
+def test_a_world_without_a_rank_or_its_directory_is_at_fault(made: Made) -> None:
     world = made.start()
     assert world.fault() == ""
     os.rmdir(world._directory)
