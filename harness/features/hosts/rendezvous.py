@@ -141,7 +141,10 @@ class Rendezvous:
             self._connections.clear()
 
     def _is_decided(self) -> bool:
-        return bool(self._refused) or len(self._hosts) == self._place.nodes
+        return bool(self._refused) or self._is_complete()
+
+    def _is_complete(self) -> bool:
+        return len(self._hosts) == self._place.nodes
 
     def _missing(self) -> str:
         absent = [str(node) for node in range(self._place.nodes) if node not in self._hosts]
@@ -199,7 +202,7 @@ class Rendezvous:
         names = {each.name for number, each in self._hosts.items() if number != node}
         if host.name in names:  # containers, or two processes of one machine
             host = replace(host, name=f"{host.name}-{node}")
-        was_complete = self._is_decided()
+        was_complete = self._is_complete()
         if there is not None:
             there.close()
         self._hosts[node], self._connections[node] = host, connection

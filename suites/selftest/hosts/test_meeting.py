@@ -106,6 +106,13 @@ def test_a_host_of_another_run_is_refused(meeting: Any, node: int, nodes: int, w
         meeting.await_all(0.0, print)
 
 
+def test_a_right_host_is_answered_after_another_was_refused(meeting: Any) -> None:
+    assert "refused" in meeting._answer(1, came(nodes=2), Connected())
+    assert meeting._answer(1, came(), Connected()) == {"name": "b", "first": "a"}
+    with pytest.raises(LaunchError, match="came as node 1 of 2"):
+        meeting.await_all(0.0, print)
+
+
 def test_hosts_have_the_same_versions(meeting: Any) -> None:
     for versions, theirs in (({"torch": "3"}, "3"), ({}, "none")):
         answer = meeting._answer(1, came(replace(SECOND, versions=versions)), Connected())
