@@ -337,11 +337,14 @@ class Controller:
     def pytest_runtestloop(self) -> Generator[None, object, object]:
         try:
             result = yield
+        except (
+            pytest.Session.Failed,
+            pytest.Session.Interrupted,
+        ):  # between items: -x, --maxfail, a session's timeout
+            self._worlds.close()
+            raise
         except INTERRUPTS:
             self._interrupted = self._worlds.interrupt(TEAR_DOWN_WITHIN)
-            raise
-        except (pytest.Session.Failed, pytest.Session.Interrupted):  # -x, --maxfail, a session's timeout
-            self._worlds.close()
             raise
         self._worlds.close()  # while what goes wrong can still fail the run
         return result

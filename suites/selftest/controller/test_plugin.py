@@ -1,0 +1,595 @@
+"""The controller without processes: its early start of the server, and the orders that it sends to worlds."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from lockstep.controller import plugin
+from lockstep.controller.plugin import Controller
+from lockstep.controller.requests import REQUEST, Refusal, Request
+from lockstep.exceptions import LaunchError, WorldError
+from lockstep.launch.processes import RankProgram
+from lockstep.specification import WorldKey
+from suites.selftest.controller.test_requests import Hooks, config_of, item_of
+
+KEY = WorldKey(2, "gloo", "cpu")
+REQUESTED = Request(KEY, False, 60.0)
+INI = {"ranks_preload": ["own"], "ranks_start_method": "spawn"}
+
+
+class Server:
+    """A launcher that notes what it is asked for."""
+
+    def __init__(self) -> None:
+        self.said: list[str] = []
+        self.program: RankProgram | None = None
+        self.forks = True
+
+    def expect(self, module: str) -> None:
+        self.said.append(f"expect {module}")
+
+    def prestart(self) -> None:
+        self.said.append("prestart")
+
+    def stop(self) -> None:
+        self.said.append("stop")
+
+    def check_code(self, path: Path, root: Path, key: WorldKey) -> None:
+        self.said.append(f"check {path.name} {root.name} {key.spread}")
+
+
+class Worlds:
+    """A pool of one world, whose item ends as it is said to."""
+
+    def __init__(self, *outcomes: Any) -> None:
+        self.outcomes = [*outcomes]
+        self.said: list[str] = []
+        self.runs: list[Any] = []
+        self.name = "world-0"
+
+    def take(self, key: WorldKey, *, fresh: bool) -> Any:
+        self.said.append(f"take {key.size} {fresh}")
+        return self
+
+    def give_back(self, world: Any, *, keep: bool) -> None:
+        self.said.append(f"give back {keep}")
+
+    def discard(self, world: Any) -> None:
+        self.said.append("discard")
+
+    def run(self, run: Any) -> Any:
+        self.runs.append(run)
+        outcome = self.outcomes.pop(0)
+        if isinstance(outcome, BaseException):
+            raise outcome
+        return outcome
+
+    def close(self) -> None:
+        self.said.append("close")
+
+    def kill(self) -> None:
+        self.said.append("kill")
+
+    def interrupt(self, seconds: float) -> str:
+        self.said.append(f"interrupt {seconds}")
+        return "interrupted"
+
+
+def ended(*, is_clean: bool = True, finished: int = 2) -> Any:
+    """Return the outcome of an item on two ranks."""
+    ranks = (SimpleNamespace(warnings=()),) * 2
+    return SimpleNamespace(
+        is_clean=lambda: is_clean, finished=lambda: [None] * finished, ranks=ranks, last_run=None
+    )
+
+
+@pytest.fixture
+def server() -> Server:
+    return Server()
+
+
+@pytest.fixture
+def hooks(server: Server) -> Hooks:
+    def launch(launcher: Any, program: RankProgram) -> Server:
+        server.program, server.forks = program, launcher.forks
+        return server
+
+    return Hooks(
+        pytest_ranks_mentioned=[],
+        pytest_ranks_needs_server=[],
+        pytest_ranks_launcher=launch,
+        pytest_ranks_run_and_log=False,
+    )
+
+
+@pytest.fixture
+def controller(tmp_path: Path, hooks: Hooks) -> Iterator[Any]:
+    config = config_of(tmp_path, {**INI}, hooks, collectonly=False)  # type: ignore[dict-item]
+    config.rootpath = tmp_path
+    config._tmp_path_factory = SimpleNamespace(getbasetemp=lambda: tmp_path / "base")
+    made = Controller(config)
+    yield made
+    made._stop_server()
+
+
+class Item(SimpleNamespace):
+    """An item, of which there is one."""
+
+    __hash__ = object.__hash__  # type: ignore[assignment]
+
+
+def item_named(controller: Any, name: str, request: Any = REQUESTED, path: str = "test_x.py") -> Any:
+    made = item_of(controller._config, path, location=(path, 1, name), originalname=name)
+    item: Any = Item(**vars(made))
+    item.nodeid = item.id = f"{path}::{name}"
+    item.ihook = Hooks()
+    if request is not None:
+        item.stash[REQUEST] = request
+    return item
+
+
+def in_session(controller: Any, *items: Any) -> None:
+    session = SimpleNamespace(
+        items=[*items], _setupstate=SimpleNamespace(teardown_exact=lambda nextitem: None)
+    )
+    for item in items:
+        item.session = session
+
+
+# The server
+
+
+def test_the_server_starts_with_the_first_file_that_mentions_ranks(
+    controller: Any, server: Server, hooks: Hooks, tmp_path: Path
+) -> None:
+    texts = {
+        "test_plain.py": "import pytest",
+        "notes.txt": "ranks",
+        "test_first.py": "import torch.nn\n  import torch.no\nfrom lockstep.x import y\n# ranks, optim",
+        "test_second.py": "# ranks\ntorch.compile(f)",
+        "test_other.py": "torch.compile(f)",
+    }
+    for name, text in texts.items():
+        (tmp_path / name).write_text(text)
+        controller._look_into(tmp_path / name)
+        if name == "notes.txt":
+            assert server.program is None
+    controller._look_into(tmp_path / "test_missing.py")
+    assert server.said == ["prestart", "expect torch._dynamo.repro.after_dynamo"]
+    hints = ("torch.nn", "lockstep.x", "torch._dynamo")
+    modules = ("lockstep.plugin", "lockstep.subtests", "lockstep.recorders")
+    assert server.program == RankProgram("lockstep.rank:RankSession", modules, ("own",), hints)
+    assert not server.forks
+    assert hooks.asked["pytest_ranks_imports"]["hints"] == list(hints)
+    controller._stop_server()
+    assert (server.said[-1], controller._launcher) == ("stop", None)
+
+
+def test_a_file_that_a_feature_recognises_starts_the_server(
+    controller: Any, server: Server, hooks: Hooks, tmp_path: Path
+) -> None:
+    hooks.answers["pytest_ranks_mentioned"] = lambda config, text: [False, b"worlds" in text]
+    (tmp_path / "test_x.py").write_text("worlds")
+    controller._config.option.collectonly = True
+    controller._look_into(tmp_path / "test_x.py")
+    assert server.said == []
+    controller._config.option.collectonly = False
+    controller._config.args = [f"{tmp_path}/test_x.py::test_y"]
+    controller.pytest_configure(controller._config)
+    assert server.said == ["prestart"]
+
+
+def test_a_server_that_cannot_start_is_no_failure_of_collection(
+    controller: Any, server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def prestart() -> None:
+        raise OSError
+
+    monkeypatch.setattr(server, "prestart", prestart)
+    (tmp_path / "test_x.py").write_text("ranks")
+    controller.pytest_pycollect_makemodule(tmp_path / "test_x.py")
+
+
+def test_modules_of_the_backends_that_a_file_names_are_imported(controller: Any, server: Server) -> None:
+    controller._config.option.ranks_backend = "gloo"
+    controller._launch(b"backend='shm'")
+    assert server.program is not None
+    assert server.program.modules[3:] == ()
+    controller._stop_server()
+    controller._launch(b'backend="shm"')
+    assert [*server.program.modules[3:]] == [plugin.BACKENDS["shm"].module]
+    controller._stop_server()
+    controller._config.option.ranks_backend = "shm"
+    controller._launch()
+    assert [*server.program.modules[3:]] == [plugin.BACKENDS["shm"].module]
+
+
+def test_the_launcher_of_this_machine_is_made_ready(controller: Any, server: Server, hooks: Hooks) -> None:
+    assert controller.ready_launcher() is None
+    controller._stop_server()
+    hooks.answers["pytest_ranks_launcher"] = None
+    launcher = controller._launch()
+    done: list[object] = []
+    launcher.restore_directory = lambda: done.append("restored")
+    launcher.make_ready = done.append
+    assert controller.ready_launcher() is launcher
+    restored, until = done
+    assert restored == "restored"
+    assert abs(until - plugin.time.monotonic() - plugin.START_WITHIN) < 30  # type: ignore[operator]
+
+
+def test_a_server_that_no_test_needs_is_stopped(
+    controller: Any, server: Server, hooks: Hooks, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    frozen: list[None] = []
+    monkeypatch.setattr(gc, "freeze", lambda: frozen.append(None))
+    found: list[Any] = []
+    monkeypatch.setattr(plugin, "request_of", lambda item: found.pop(0))
+    items = [item_named(controller, name, None) for name in "abc"]
+    controller._launch()
+    hooks.answers["pytest_ranks_needs_server"] = [False, True]
+    refused = [None, Refusal("skipped", "no"), None]
+    found[:] = refused
+    controller.pytest_collection_modifyitems(items)
+    assert (server.said, frozen) == ([], [])
+    assert [item.stash.get(REQUEST, None) for item in items] == refused
+    found[:] = [None, REQUESTED, Refusal("skipped", "no")]
+    hooks.answers["pytest_ranks_needs_server"] = []
+    controller.pytest_collection_modifyitems(items)
+    assert (server.said, frozen) == ([], [None])
+    assert items[1].stash[REQUEST] is REQUESTED
+    assert REQUEST not in items[0].stash
+    found[:] = [None] * 3
+    controller.pytest_collection_modifyitems(items)
+    assert (server.said, frozen) == (["stop"], [None])
+
+
+# Orders
+
+
+def test_an_order_says_what_runs_and_what_comes_next(controller: Any, hooks: Hooks, tmp_path: Path) -> None:
+    def add(item: Any, request: Request, parts: dict[str, Any]) -> None:
+        parts["feature"] = item.nodeid
+
+    hooks.answers["pytest_ranks_order"] = add
+    request = Request(KEY, False, 60.0, {"x": 1})
+    first = item_named(controller, "test_first", request)
+    plain = item_named(controller, "test_plain", None)
+    other = item_named(controller, "test_other", Request(WorldKey(3, "gloo", "cpu"), False, 60.0))
+    last = item_named(controller, "test_" + "y" * 50, request, "test_z.py")
+    in_session(controller, first, plain, other, last)
+    controller._functions = {first.path: frozenset({"test_first"})}
+    order = controller._order(first, request, plain)
+    assert (order.nodeid, order.path) == ("test_x.py::test_first", str(tmp_path / "test_x.py"))
+    assert order.next_item == (last.nodeid, str(tmp_path / "test_z.py"))
+    assert order.shared_tmp_path == f"{tmp_path}/base/shared/0-test_first"
+    assert order.location == first.location
+    assert order.functions == {first.nodeid: frozenset({"test_first"})}
+    assert order.parts == {"x": 1, "feature": first.nodeid}
+    assert request.parts == {"x": 1}
+    order = controller._order(last, request, None)
+    assert order.next_item is None
+    assert order.shared_tmp_path == f"{tmp_path}/base/shared/1-test_{'y' * 33}"
+    assert controller._order(first, Request(KEY, True, 60.0), plain).next_item is None
+
+
+def test_a_directory_that_hosts_share_is_a_features(controller: Any, hooks: Hooks, tmp_path: Path) -> None:
+    item = item_named(controller, "test_a")
+    del item.originalname
+    spread = Request(WorldKey(2, "gloo", "cpu", spread=(1, 1)), False, 60.0)  # type: ignore[arg-type]
+    assert controller._shared_directory(item, spread) == f"{tmp_path}/base/shared/0-test"
+    hooks.answers["pytest_ranks_shared_directory"] = ""
+    assert controller._shared_directory(item, spread) == ""
+    hooks.answers["pytest_ranks_shared_directory"] = "/all"
+    assert controller._shared_directory(item, spread) == "/all/2-test"
+    assert controller._shared_directory(item, REQUESTED) == f"{tmp_path}/base/shared/3-test"
+
+
+def test_the_next_item_of_a_world_is_one_that_shares_its_fixtures(controller: Any) -> None:
+    fresh = item_named(controller, "fresh", Request(KEY, True, 60.0))
+    refused = item_named(controller, "refused", Refusal("skipped", "no"))
+    same = item_named(controller, "same")
+    parted = item_named(controller, "parted", Request(KEY, False, 60.0, {"x": 1}))
+    in_session(controller, fresh, refused, same, parted)
+    assert controller._next_of_world(REQUESTED, None) is None
+    assert controller._next_of_world(REQUESTED, fresh) is same
+    assert controller._next_of_world(REQUESTED, parted) is None
+    assert controller._next_of_world(REQUESTED, same) is same
+    controller._config.workerinput = {}
+    assert controller._next_of_world(REQUESTED, fresh) is None
+    assert controller._next_of_world(REQUESTED, same) is same
+
+
+def test_the_position_of_an_item_follows_a_plugin_that_changes_the_order(controller: Any) -> None:
+    one, two, three = (item_named(controller, name) for name in ("one", "two", "three"))
+    in_session(controller, one, two, three)
+    assert [controller._position(each) for each in (one, two, three)] == [0, 1, 2]
+    items = one.session.items
+    items.reverse()
+    assert [controller._position(each) for each in (one, two, three)] == [2, 1, 0]
+    items.remove(one)
+    assert [controller._position(each) for each in (one, two, three)] == [2, 1, 0]
+    items.remove(two)
+    assert [controller._position(each) for each in (two, three)] == [1, 0]
+
+
+def test_functions_of_a_file_are_known_if_all_its_items_are_plain(controller: Any, tmp_path: Path) -> None:
+    def function(path: str, name: str, **module: object) -> Any:
+        made = pytest.Function.__new__(pytest.Function)
+        made.path, made.originalname = tmp_path / path, name  # type: ignore[misc]
+        made.parent = SimpleNamespace(obj=SimpleNamespace(**module))  # type: ignore[assignment]
+        return made
+
+    items = [
+        function("a.py", "test_a", test_a=1),
+        function("a.py", "test_b", test_b=1),
+        function("b.py", "test_a", test_a=1),
+        function("b.py", "renamed", test_a=1),
+        function("c.py", "test_c", test_c=1),
+        item_named(controller, "of a plugin", path="c.py"),
+    ]
+    controller.pytest_collection_finish(SimpleNamespace(items=items))
+    assert controller._functions == {tmp_path / "a.py": frozenset({"test_a", "test_b"})}
+
+
+# Runs
+
+
+@pytest.mark.parametrize(
+    ("outcome", "fresh", "then"),
+    [
+        (ended(), False, "give back True"),
+        (ended(), True, "give back False"),
+        (ended(is_clean=False), False, "give back False"),
+        (ended(is_clean=False, finished=1), False, "discard"),
+    ],
+)
+def test_a_world_is_kept_after_a_clean_run(controller: Any, outcome: Any, fresh: bool, then: str) -> None:
+    controller._worlds = worlds = Worlds(outcome)
+    item, request = item_named(controller, "test_a"), Request(KEY, fresh, 7.0)
+    order = controller._order(item, request, None)
+    assert controller._run_order(item, request, order) is outcome
+    assert worlds.said == [f"take 2 {fresh}", then]
+    (run,) = worlds.runs
+    assert (run.order, run._hook) == (order, controller._config.hook)
+    assert controller._last_items == {"world-0": item}
+
+
+@pytest.mark.parametrize("error", [WorldError("lost"), pytest.fail.Exception("late")])
+def test_a_world_that_cannot_run_an_item_is_discarded(controller: Any, error: BaseException) -> None:
+    controller._worlds = worlds = Worlds(error)
+    item = item_named(controller, "test_a")
+    assert controller._run(item, REQUESTED, None) == Refusal("failed", str(error))
+    assert worlds.said == ["take 2 False", "discard"]
+
+
+def test_a_world_that_does_not_start_is_named(controller: Any, server: Server) -> None:
+    def take(key: WorldKey, *, fresh: bool) -> Any:
+        raise LaunchError("no memory")
+
+    controller._worlds = SimpleNamespace(take=take)
+    item = item_named(controller, "test_a")
+    why = f"no world of {KEY}: no memory"
+    assert controller._run(item, REQUESTED, None) == Refusal("failed", why)
+    assert server.said == []
+
+
+def test_the_code_of_hosts_is_compared_before_a_spread_world_runs(controller: Any, server: Server) -> None:
+    controller._worlds = Worlds(ended())
+    key = WorldKey(2, "gloo", "cpu", spread=(1, 1))  # type: ignore[arg-type]
+    controller._run(item_named(controller, "test_a"), Request(key, False, 60.0), None)
+    assert server.said == [f"check test_x.py {controller._config.rootpath.name} (1, 1)"]
+
+
+def test_features_run_an_item_before_and_again(controller: Any, hooks: Hooks) -> None:
+    item, first, second = item_named(controller, "test_a"), ended(is_clean=False), ended()
+    controller._worlds = worlds = Worlds(first, second)
+    hooks.answers["pytest_ranks_again"] = lambda item, order, outcome, run: run(order)
+    assert controller._run(item, REQUESTED, None) is second
+    assert hooks.asked["pytest_ranks_again"]["outcome"] is first
+    controller._worlds = Worlds(first)
+    hooks.answers["pytest_ranks_again"] = None
+    assert controller._run(item, REQUESTED, None) is first
+    controller._worlds = Worlds(second)
+    hooks.asked.clear()
+    assert controller._run(item, REQUESTED, None) is second
+    assert "pytest_ranks_again" not in hooks.asked
+    hooks.answers["pytest_ranks_before"] = reports = [object()]
+    assert controller._run(item, REQUESTED, None) is reports
+    assert len(worlds.runs) == 2
+
+
+def test_the_reports_of_an_item_are_those_of_its_last_run(
+    controller: Any, hooks: Hooks, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    passed_on: list[Any] = []
+    merged: list[Any] = []
+    monkeypatch.setattr(plugin, "pass_on_warnings", lambda item, outcome: passed_on.append(outcome))
+    monkeypatch.setattr(plugin, "merge", lambda *given: merged.append(given) or ["merged"])
+    item, outcome, last = item_named(controller, "test_a"), ended(), ended()
+    assert controller._report(item, outcome) == ["merged"]
+    assert passed_on == []
+    last.ranks = (SimpleNamespace(warnings=()), SimpleNamespace(warnings=("w",)))
+    outcome.last_run = last
+    controller._config.option.world_seed = 9
+    assert controller._report(item, outcome) == ["merged"]
+    assert passed_on == [last]
+    of, item_of_it, rerun, seed = merged[-1]
+    assert (of, item_of_it, seed) == (outcome, item, 9)
+    assert hooks.asked["pytest_ranks_reported"] == {"item": item, "outcome": outcome, "reports": ["merged"]}
+    controller._config.hook.answers["pytest_ranks_repeated_options"] = []
+    assert rerun().startswith("pytest test_x.py::test_")
+    given = [pytest.TestReport("id", item.location, {}, "passed", None, "call")]
+    assert controller._report(item, given) is given
+    assert [each.outcome for each in controller._report(item, Refusal("skipped", "no"))] == [
+        "skipped",
+        "passed",
+    ]
+
+
+def test_an_item_with_a_request_is_run_and_reported_here(controller: Any, hooks: Hooks) -> None:
+    plain = item_named(controller, "plain", None)
+    item = item_named(controller, "test_a")
+    in_session(controller, plain, item)
+    assert controller.pytest_runtest_protocol(plain, item) is None
+    assert (controller._current, controller._next) == (plain, item)
+    hooks.answers["pytest_ranks_before"] = given = [SimpleNamespace(failed=False)]
+    logged: list[Any] = []
+    item.ihook.answers["pytest_runtest_logreport"] = lambda report: logged.append(report)
+    assert controller.pytest_runtest_protocol(item, None) is True
+    where = {"nodeid": item.nodeid, "location": item.location}
+    assert item.ihook.asked["pytest_runtest_logstart"] == where
+    assert item.ihook.asked["pytest_runtest_logfinish"] == where
+    assert logged == given
+    hooks.answers["pytest_ranks_run_and_log"] = lambda item, nextitem, run: run() == given
+    item.ihook.asked.clear()
+    assert controller.pytest_runtest_protocol(item, None) is True
+    assert item.ihook.asked == {}
+
+
+def test_what_fails_in_a_tear_down_here_is_added_to_the_reports(controller: Any, hooks: Hooks) -> None:
+    item = item_named(controller, "test_a", Refusal("skipped", "no"))
+    in_session(controller, item)
+    item.session._setupstate.teardown_exact = lambda nextitem: [].pop()
+    item._repr_failure_py = item.repr_failure = lambda error, *_, **__: str(error.value)
+    item.user_properties, item._report_sections = [], []
+    reports = controller._run_and_merge(item, item.stash[REQUEST], None)
+    assert [report.outcome for report in reports] == ["skipped", "failed"]
+    assert reports[1].longrepr == "pop from empty list"
+
+
+def test_the_line_of_the_next_item_is_found_while_ranks_run(controller: Any) -> None:
+    controller.pytest_ranks_run_begins()
+    found: list[None] = []
+
+    class Next:
+        @property
+        def location(self) -> object:
+            found.append(None)
+            raise ValueError
+
+    controller._next = Next()
+    controller.pytest_ranks_run_begins()
+    assert found == [None]
+
+
+def test_a_run_in_an_items_place_is_named_and_has_parts(
+    controller: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    controller._worlds = worlds = Worlds(outcome := ended())
+    monkeypatch.setattr(controller, "_report", lambda item, outcome: [item, outcome])
+    item = item_named(controller, "test_a")
+    in_session(controller, item)
+    request = Request(KEY, False, 60.0, {"x": 1, "y": 1})
+    shared, reports = controller.prepare(item, request, None, {"y": 2})
+    assert shared == f"{controller._config.rootpath}/base/shared/0-test_a"
+    assert reports == [item, outcome]
+    assert worlds.runs[0].order.parts == {"x": 1, "y": 2}
+    assert worlds.runs[0].order.next_item is None
+
+
+# The end
+
+
+@pytest.mark.parametrize("of_xdist", [False, True])
+def test_what_breaks_as_a_world_closes_fails_its_last_item(controller: Any, of_xdist: bool) -> None:
+    last, current = item_named(controller, "last"), item_named(controller, "current")
+    controller._last_items, controller._current = {"w": last}, current
+    if of_xdist:
+        controller._config.workerinput = {}
+    controller._fail_last_item(SimpleNamespace(name="w"), "broken")
+    item, other = (current, last) if of_xdist else (last, current)
+    report = item.ihook.asked["pytest_runtest_logreport"]["report"]
+    text = "after test_x.py::last: broken" if of_xdist else "broken"
+    assert (report.nodeid, report.when, report.outcome) == (item.nodeid, "teardown", "failed")
+    assert report.longrepr == text
+    assert other.ihook.asked == {}
+    controller._current = last
+    controller._fail_last_item(SimpleNamespace(name="w"), "broken")
+    assert last.ihook.asked["pytest_runtest_logreport"]["report"].longrepr == "broken"
+
+
+@pytest.mark.parametrize(
+    ("error", "said"),
+    [
+        (None, ["close"]),
+        (KeyboardInterrupt(), ["interrupt 5.0"]),
+        (pytest.exit.Exception("x"), ["interrupt 5.0"]),
+        (pytest.Session.Failed(), ["close"]),
+        (pytest.Session.Interrupted(), ["close"]),
+        (ValueError(), []),
+    ],
+)
+def test_worlds_end_with_the_loop_of_tests(
+    controller: Any, error: BaseException | None, said: list[str]
+) -> None:
+    controller._worlds = worlds = Worlds()
+    loop = controller.pytest_runtestloop()
+    next(loop)
+    if error is None:
+        with pytest.raises(StopIteration) as ended:
+            loop.send("result")
+        assert ended.value.value == "result"
+    else:
+        with pytest.raises(type(error)):
+            loop.throw(error)
+    assert worlds.said == said
+    assert controller._interrupted == ("interrupted" if said == ["interrupt 5.0"] else None)
+
+
+def test_an_interrupted_run_says_what_ran(controller: Any) -> None:
+    written: list[str] = []
+    controller.pytest_terminal_summary(None)
+    interrupted = SimpleNamespace(world="w", write=lambda reporter, nodeid: written.append(nodeid))
+    controller._interrupted = interrupted
+    controller.pytest_terminal_summary(None)
+    controller._last_items = {"w": item_named(controller, "test_a")}
+    controller.pytest_terminal_summary(None)
+    interrupted.world = None
+    controller.pytest_terminal_summary(None)
+    assert written == ["", "test_x.py::test_a", ""]
+
+
+def test_nothing_is_left_once_a_session_is_over(controller: Any, server: Server) -> None:
+    controller._worlds = worlds = Worlds()
+    controller._launch()
+    controller.pytest_sessionfinish()
+    assert (worlds.said, server.said) == (["kill"], [])
+    controller.pytest_unconfigure()
+    assert (worlds.said, server.said) == (["kill", "kill"], ["stop"])
+    controller.close_worlds()
+    assert worlds.said[-1] == "close"
+
+
+def test_garbage_is_left_while_files_with_ranks_are_collected(controller: Any, tmp_path: Path) -> None:
+    before = gc.get_threshold()
+    try:
+        gc.set_threshold(700, 7)
+        collecting = controller.pytest_collection()
+        next(collecting)
+        (tmp_path / "test_x.py").write_text("")
+        controller.pytest_pycollect_makemodule(tmp_path / "test_x.py")
+        assert gc.get_threshold()[:2] == (700, 7)
+        (tmp_path / "test_x.py").write_text("ranks")
+        controller.pytest_pycollect_makemodule(tmp_path / "test_x.py")
+        assert gc.get_threshold()[:2] == (10_000, 7)
+        with pytest.raises(StopIteration) as ended:
+            collecting.send(True)
+        assert ended.value.value is True
+        assert gc.get_threshold()[:2] == (700, 7)
+        for own in ((0, 7), (50_000, 7), (1, 3)):
+            gc.set_threshold(*own)
+            collecting = controller.pytest_collection()
+            next(collecting)
+            controller.pytest_pycollect_makemodule(tmp_path / "test_x.py")
+            assert gc.get_threshold()[0] == (10_000 if own[0] == 1 else own[0])
+            collecting.close()
+            assert gc.get_threshold()[:2] == own
+    finally:
+        gc.set_threshold(*before)
