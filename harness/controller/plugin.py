@@ -337,10 +337,7 @@ class Controller:
     def pytest_runtestloop(self) -> Generator[None, object, object]:
         try:
             result = yield
-        except (
-            pytest.Session.Failed,
-            pytest.Session.Interrupted,
-        ):  # between items: -x, --maxfail, a session's timeout
+        except (pytest.Session.Failed, pytest.Session.Interrupted):  # -x, --maxfail, a session's timeout
             self._worlds.close()
             raise
         except INTERRUPTS:

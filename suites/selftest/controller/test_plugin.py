@@ -28,6 +28,7 @@ class Server:
 
     def __init__(self) -> None:
         self.said: list[str] = []
+        self.signals: list[str] = []
         self.program: RankProgram | None = None
         self.forks = True
 
@@ -109,11 +110,14 @@ def hooks(server: Server) -> Hooks:
 
 
 @pytest.fixture
-def controller(tmp_path: Path, hooks: Hooks) -> Iterator[Any]:
+def controller(tmp_path: Path, hooks: Hooks, server: Server) -> Iterator[Any]:
     config = config_of(tmp_path, {**INI}, hooks, collectonly=False)  # type: ignore[dict-item]
     config.rootpath = tmp_path
     config._tmp_path_factory = SimpleNamespace(getbasetemp=lambda: tmp_path / "base")
-    made = Controller(config)
+    made: Any = Controller(config)
+    made._termination = SimpleNamespace(
+        handle=lambda: server.signals.append("handle"), restore=lambda: server.signals.append("restore")
+    )
     yield made
     made._stop_server()
 
@@ -153,7 +157,7 @@ def test_the_server_starts_with_the_first_file_that_mentions_ranks(
         "notes.txt": "ranks",
         "test_first.py": "import torch.nn\n  import torch.no\nfrom lockstep.x import y\n# ranks, optim",
         "test_second.py": "# ranks\ntorch.compile(f)",
-        "test_other.py": "torch.compile(f)",
+        "test_other.py": "optim",
     }
     for name, text in texts.items():
         (tmp_path / name).write_text(text)
@@ -169,6 +173,7 @@ def test_the_server_starts_with_the_first_file_that_mentions_ranks(
     assert hooks.asked["pytest_ranks_imports"]["hints"] == list(hints)
     controller._stop_server()
     assert (server.said[-1], controller._launcher) == ("stop", None)
+    assert server.signals == ["handle", "restore"]
 
 
 def test_a_file_that_a_feature_recognises_starts_the_server(
@@ -272,11 +277,13 @@ def test_an_order_says_what_runs_and_what_comes_next(controller: Any, hooks: Hoo
     assert order.location == first.location
     assert order.functions == {first.nodeid: frozenset({"test_first"})}
     assert order.parts == {"x": 1, "feature": first.nodeid}
+    controller._functions[last.path] = frozenset({"test_y"})
+    assert controller._order(first, request, plain).functions.keys() == {first.nodeid, last.nodeid}
     assert request.parts == {"x": 1}
     order = controller._order(last, request, None)
     assert order.next_item is None
-    assert order.shared_tmp_path == f"{tmp_path}/base/shared/1-test_{'y' * 33}"
-    assert controller._order(first, Request(KEY, True, 60.0), plain).next_item is None
+    assert order.shared_tmp_path == f"{tmp_path}/base/shared/2-test_{'y' * 33}"
+    assert controller._order(first, Request(KEY, True, 60.0, {"x": 1}), plain).next_item is None
 
 
 def test_a_directory_that_hosts_share_is_a_features(controller: Any, hooks: Hooks, tmp_path: Path) -> None:
