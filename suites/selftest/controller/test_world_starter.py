@@ -80,6 +80,7 @@ def test_ranks_repeat_the_session_of_their_controller(
     assert spec.environ["OF_TEST"] == "1"
     assert (spec.captures, spec.output_directory) == (True, "")
     assert (spec.to_rewrite, spec.parts) == (("a", "b"), {"feature": 1})
+    assert spec.workerinput["workerid"] == "master"
     assert starter._session_spec().workerinput is spec.workerinput
     config.inipath, config.option.capture = None, "sys"
     assert (starter._session_spec().inifile, starter._session_spec().captures) == ("", True)

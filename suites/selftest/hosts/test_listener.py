@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import multiprocessing
 import os
 import resource
@@ -10,11 +11,15 @@ import socket
 import threading
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from multiprocessing.connection import Connection
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
+from lockstep.features.hosts import listener as listeners
 from lockstep.features.hosts import wire
 from lockstep.features.hosts.hosts_file import HostInfo
 from lockstep.features.hosts.join_info import JoinInfo, Known
@@ -118,3 +123,113 @@ def _meet(test: Connection, path: Path) -> None:
         os.close(each)
     test.send([host.name for host in rendezvous.await_all(60, print)])
     rendezvous.end(0)
+
+
+class Proof:
+    """A connection on its way to a proof."""
+
+    def __init__(self, until: float = 0.0, call: object = None) -> None:
+        self.until = until
+        self.call = call
+        self.is_closed = False
+
+    def read(self) -> object:
+        if isinstance(self.call, Exception):
+            raise self.call
+        return self.call
+
+    def answer(self) -> str:
+        return "connection"
+
+    def close(self) -> None:
+        self.is_closed = True
+
+
+@pytest.fixture
+def quiet() -> Iterator[Any]:
+    """A listener that does not serve, and what it admits."""
+    admitted: list[object] = []
+    made: Any = Listener(listen(HERE), 1, CREDENTIALS, ("wire", "end"), lambda *each: admitted.append(each))
+    made.admitted = admitted
+    yield made
+    made.close()
+
+
+def test_a_proof_is_admitted_once_it_is_whole(quiet: Any) -> None:
+    call = Call(Purpose("end"), 0, 1, HERE, quiet.port)
+    partial, whole, other = Proof(), Proof(call=call), Proof(call=replace(call, callee=2))
+    wrong = [Proof(call=replace(call, **change)) for change in WRONG]
+    broken = Proof(call=ValueError())
+    quiet._unproven[:] = [partial, whole, other, *wrong, broken]
+    for each in [*quiet._unproven]:
+        quiet._read(each)
+    assert quiet._unproven == [partial]
+    assert quiet.admitted == [("connection", call)]
+    assert [each.is_closed for each in (partial, whole, other, *wrong, broken)] == [False, False, *[True] * 5]
+
+
+WRONG: tuple[dict[str, Any], ...] = ({"address": "127.0.0.2"}, {"port": 1}, {"purpose": Purpose("control")})
+
+
+def test_a_connection_that_cannot_be_admitted_is_closed(quiet: Any) -> None:
+    def admit(*each: object) -> None:
+        raise RuntimeError("can't start new thread")
+
+    quiet._admit = admit
+    proof = Proof(call=Call(Purpose("wire"), 0, 1, HERE, quiet.port))
+    quiet._unproven.append(proof)
+    quiet._read(proof)
+    assert (quiet._unproven, proof.is_closed) == ([], True)
+
+
+def test_connections_are_given_up_in_their_order(quiet: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(listeners, "monotonic", lambda: 10.0)
+    assert quiet._patience() is None
+    first, second = Proof(12.5), Proof(20.0)
+    quiet._unproven[:] = [first, second]
+    assert quiet._patience() == 2.5
+    quiet._give_up(lambda each: each.until < 13.0)
+    assert (quiet._unproven, first.is_closed, second.is_closed) == ([second], True, False)
+    first.until = 9.0
+    quiet._unproven[:] = [first]
+    assert quiet._patience() == 0.0
+    assert quiet._close_oldest()
+    assert not quiet._close_oldest()
+
+
+@pytest.mark.parametrize(
+    ("number", "unproven", "goes_on", "closed"),
+    [(errno.EMFILE, 1, True, True), (errno.EMFILE, 0, False, False), (errno.ECONNABORTED, 1, True, False)],
+)
+def test_a_connection_that_cannot_be_accepted_costs_the_oldest(
+    quiet: Any, number: int, unproven: int, goes_on: bool, closed: bool
+) -> None:
+    def accept() -> Any:
+        raise OSError(number, "no")
+
+    quiet._listening.close()
+    quiet._listening = SimpleNamespace(accept=accept, close=lambda: None)
+    oldest = Proof()
+    quiet._unproven[:] = [oldest] * unproven
+    assert quiet._accept() is goes_on
+    assert oldest.is_closed is closed
+
+
+def test_a_connection_that_is_gone_at_once_is_closed(quiet: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    def challenge(*given: object) -> Any:
+        raise OSError
+
+    monkeypatch.setattr(listeners, "Challenge", challenge)
+    accepted = Proof()
+    quiet._listening.close()
+    quiet._listening = SimpleNamespace(accept=lambda: (accepted, None), close=lambda: None)
+    assert quiet._accept()
+    assert (quiet._unproven, accepted.is_closed) == ([], True)
+    quiet._unproven[:] = crowd = [Proof() for _ in range(MOST_UNPROVEN)]
+    monkeypatch.setattr(listeners, "Challenge", lambda *given: accepted)
+    assert quiet._accept()
+    assert quiet._unproven == [*crowd[1:], accepted]
+    assert [each.is_closed for each in crowd[:2]] == [True, False]
+    quiet._unproven.pop(0)
+    assert quiet._accept()
+    assert len(quiet._unproven) == MOST_UNPROVEN
