@@ -205,7 +205,7 @@ def test_the_exit_code_of_a_rank_comes_from_its_host(tmp_path: Path, ends: Any) 
     rank.join(0.0)
     ends.theirs.send(-9)
     rank.join(60.0)
-    assert (rank.is_alive(), rank.exitcode, rank.exitcode) == (False, -9, -9)
+    assert (rank.is_alive(), rank.exitcode, rank.exitcode, rank.is_alive()) == (False, -9, -9, False)
     assert (rank.is_lost, host.is_gone) == (False, False)
 
 
