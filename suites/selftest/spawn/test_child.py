@@ -60,6 +60,7 @@ def steps(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
 
 @pytest.mark.parametrize("method", ["spawn", "forkserver"])
 def test_a_fork_becomes_a_new_process(steps: list[Any], method: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert "key" not in repr(SERVER)
     begin, given = Setup(STATE, SERVER, 77, method, ("m",)).__reduce__()
     begin(*given)
     assert sys.excepthook is sys.__excepthook__
