@@ -37,7 +37,7 @@ from lockstep.specification import RankSpec, SessionSpec, WorldKey
 
 CREDENTIALS = Credentials(b"secret", b"run")
 FIRST = HostInfo("a", "127.0.0.1", 0, 2, ("0", "1"), "/w", "/p")
-SECOND = HostInfo("b", "127.0.0.2", 7, 2, ("4",), "/v", "/p")
+SECOND = HostInfo("b", "127.0.0.2", 7, 2, ("4",), "/v", "/q")
 SESSION = SessionSpec((), "/w", (), (), {"A": "2", "B": "1", HOSTS: "x"}, {}, captures=True)
 SPREAD = ((0, 1), (1, 2))
 
@@ -256,7 +256,7 @@ def test_the_files_of_a_rank_are_brought_up_to_date(tmp_path: Path, ends: Any) -
         ("rank-1.standing", 0, b"new"),
         ("rank-1.captured/out", 0, b"c"),
         (f"rank-1.{remote.KEPT}/x", 0, b"more"),
-        (f"rank-1.{remote.KEPT}/deep/y", 0, b"y"),
+        (f"rank-1.{remote.KEPT}/deep/er/y", 0, b"y"),
     )
     rank = rank_of(host := Elsewhere(Fetched(files), Fetched(())), tmp_path, ends.ours)
     rank.fetch()
@@ -270,7 +270,7 @@ def test_the_files_of_a_rank_are_brought_up_to_date(tmp_path: Path, ends: Any) -
         "rank-1.standing": b"new",
         "rank-1.captured/out": b"c",
         "out/x": b"kept more",
-        "out/deep/y": b"y",
+        "out/deep/er/y": b"y",
     }
     rank.fetch()
     assert host.asked[1] == Fetch("w", 1, {"rank-1.log": 7, "rank-1.stacks": 6})
@@ -359,9 +359,9 @@ class Reached:
 def launcher(monkeypatch: pytest.MonkeyPatch) -> Any:
     monkeypatch.delenv(HOSTS, raising=False)
     monkeypatch.setattr(remote, "Host", Reached)
-    monkeypatch.setattr(remote, "be_patient", lambda wire: None)
     hosts_file = HostsFile(CREDENTIALS, (FIRST, SECOND), {"A": "1", "B": "1", "C": "1"})
     made: Any = HostsLauncher(Local(), "forkserver", RankProgram("x:y"), hosts_file)  # type: ignore[arg-type]
+    monkeypatch.setattr(remote, "be_patient", lambda wire: made._local.said.append(("be_patient", wire)))
     yield made
     for directory in [*made._used]:
         made.end_world(directory)
@@ -392,11 +392,13 @@ def test_a_world_is_started_on_all_its_hosts(launcher: Any, tmp_path: Path) -> N
     assert (here.rank, here.session.environ) == (0, {"A": "2", "B": "1"})
     assert [each.host for each in started] == ["a", "b", "b"]
     assert [each.pid for each in started[1:]] == [11, 12]
-    assert host.patience[0] > 50 + remote.ANSWER_WITHIN
+    assert 50 < host.patience[0] - remote.ANSWER_WITHIN <= 100
+    assert launcher._local.said == [("be_patient", host.connections[0]), ("be_patient", host.connections[2])]
     ports = launcher._ports[directory]
+    assert {port.getsockname()[0] for port in ports} == {"127.0.0.1"}
     place = Place(0, ("a", "b"), 0, 0, 1, "127.0.0.1", "127.0.0.1", ports[1].getsockname()[1])
     assert (here.place, here.port) == (place, ports[0].getsockname()[1])
-    moved = (("/w", "/v"),)
+    moved = (("/w", "/v"), ("/p", "/q"))
     there = replace(place, host=1, number=1, local_size=2, address="127.0.0.2", moved=moved)
     assert [spec.place for spec in start.specs] == [there, replace(there, local_rank=1)]
     assert {spec.port for spec in start.specs} == {here.port}
@@ -418,10 +420,24 @@ def test_a_world_of_one_host_meets_there(launcher: Any, tmp_path: Path) -> None:
     assert launcher._ports == {}
     start = launcher._hosts[1].orders[-1]
     assert [(spec.port, spec.gpus) for spec in start.specs] == [(5, ("4",))] * 2
-    moved = (("/w", "/v"),)
+    moved = (("/w", "/v"), ("/p", "/q"))
     place = Place(0, ("b",), 1, 0, 2, "127.0.0.2", "127.0.0.2", 0, moved)
     assert [spec.place for spec in start.specs] == [place, replace(place, local_rank=1)]
     assert start.patience == 0.0
+    assert launcher._hosts[1].patience == [remote.ANSWER_WITHIN]
+
+
+def test_a_world_may_have_one_rank_elsewhere(launcher: Any, tmp_path: Path) -> None:
+    (started,) = launcher.start([spec_of(str(tmp_path), spread=((0, 1),))], 0.0)
+    assert started.host == ""
+    (port, _) = launcher._ports[str(tmp_path)]
+    assert launcher._local.started[0].port == port.getsockname()[1]
+    launcher.host(1).pids = [11]
+    (started,) = launcher.start([spec_of(str(tmp_path / "other"), spread=((1, 1),))], 0.0)
+    assert (started.host, started.pid) == ("b", 11)
+    assert launcher._used.keys() == {str(tmp_path), str(tmp_path / "other")}
+    (started,) = launcher.start([spec_of(str(tmp_path / "none"))], 0.0)
+    assert launcher._local.started[-1].place.local_size == 1
 
 
 def test_a_world_that_is_not_spread_is_here(launcher: Any, tmp_path: Path) -> None:
@@ -441,7 +457,7 @@ def test_no_rank_is_left_where_a_host_does_not_start_its_own(launcher: Any, tmp_
         launcher.start(specs_of(str(tmp_path)), 0.0)
     asked = [order for order in host.orders if isinstance(order, Signal)]
     assert [(order.rank, order.number) for order in asked] == [(1, 0), (2, 0)]
-    assert launcher._local.said == ["kill", "close"]
+    assert launcher._local.said[-2:] == ["kill", "close"]
 
 
 def test_answers_of_other_hosts_are_read_where_ranks_here_do_not_start(launcher: Any, tmp_path: Path) -> None:
@@ -527,7 +543,7 @@ def test_the_code_of_a_file_is_compared_once_for_each_spread(
     assert len(compared) == 3
     assert launcher._comparison is comparison
     assert launcher.digests(1, ["x"]) == {"x": "digest"}
-    assert launcher._hosts[1].orders[-1] == Digest(("x",), (("/w", "/v"), ("/p", "/p")))
+    assert launcher._hosts[1].orders[-1] == Digest(("x",), (("/w", "/v"), ("/p", "/q")))
 
 
 # Code

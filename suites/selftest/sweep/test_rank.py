@@ -82,7 +82,7 @@ class Sweep:
         self.folder = folder / "state"
         self.cleared: list[None] = []
         order = SimpleNamespace(
-            shared_tmp_path=str(folder / "shared"), parts={FEATURE: resume} if resume else {}
+            shared_tmp_path=str(folder / "deep" / "shared"), parts={FEATURE: resume} if resume else {}
         )
         self.session: Any = SimpleNamespace(rank=self.ranks, order=order)
         self.crashes: list[Crash] = []
@@ -181,14 +181,14 @@ def test_a_sweep_runs_the_function_and_then_each_point(sweep: Sweep, tmp_path: P
     assert third.errors == {0: others[1].error, 1: others[1].error}
     assert sweep.made._striker.lag == 0.5
     assert sweep.made._striker.processes == (os.getpid(),) * 2
-    assert (tmp_path / "shared.sweep").is_dir()
+    assert (tmp_path / "deep" / "shared.sweep").is_dir()
 
 
 def test_a_sweep_that_proves_nothing_is_refused(sweep: Sweep, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ranks, "refusal", lambda results, plan: f"{len(results)} of {len(plan.points)}")
     with pytest.raises(SweepFailed, match=r"^sweep: 2 of 2$") as failed:
         sweep.run()
-    assert failed.value.point is None
+    assert (failed.value.point, failed.value.pytrace) == (None, False)
     assert sweep.ranks.said[-2:] == ["over", "end"]
 
 
@@ -299,6 +299,7 @@ def test_a_sweep_goes_on_in_another_world_with_the_claim(tmp_path: Path, problem
 
 def test_a_sweep_goes_on_in_another_world_without_a_claim(tmp_path: Path) -> None:
     held = Result(POINTS[0], "", True, True)
+    (tmp_path / "deep" / "shared.sweep").mkdir(parents=True)
     sweep = Sweep(tmp_path, Resume(PLAN, (held,), 1, None))
     sweep.ranks.answers[Claimed] = Result(POINTS[1], "torn", True, True)
     with pytest.raises(SweepFailed):

@@ -69,7 +69,7 @@ def test_moments_are_recorded_in_their_order(
         striker.after("rename", "/elsewhere/b", f"{path}.new")
         run(striker, collective(nbytes=0))
         Path(path).write_text("longer")
-    run(striker, collective())
+    assert run(striker, collective()) == ("written", "read")
     striker.before("write", path)
     assert recording.spots == [
         Spot(1, "collective", 1, 0, "all_reduce of 8 B (backward) at x.py:1"),
@@ -246,10 +246,20 @@ def test_another_thread_goes_first(striker: Any) -> None:
 
 
 def test_a_thread_that_does_not_come_is_not_waited_for(striker: Any) -> None:
-    striker.lag = 0.01
-    with striker.strikes(Point("order", 1, "collective", 2), "/no/journal"):
+    striker.lag = 0.05
+    is_over = threading.Event()
+
+    def other() -> None:
+        wait_for(lambda: striker._counts["collective"], "the first has begun", 60)
+        while not is_over.wait(0.001):
+            run(striker, collective("h"))
+
+    thread = threading.Thread(target=other)
+    thread.start()
+    with striker.strikes(Point("order", 1, "collective", 1), "/no/journal"):
         run(striker, collective("g"))
-        run(striker, collective("g"))
+        is_over.set()
+        thread.join(60)
     assert not striker.has_struck
 
 
