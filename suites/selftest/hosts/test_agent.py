@@ -96,6 +96,7 @@ def spec_of(rank: int, directory: str = "/there", place: Place | None = PLACE, *
 
 
 def test_an_agent_has_one_launcher_for_all_controllers(agent: Any) -> None:
+    stopped: list[int] = []
     agent.prestart(PRESTART)
     launcher = agent.launcher()
     agent.prestart(Prestart("forkserver", RankProgram("other:y")))
@@ -103,6 +104,9 @@ def test_an_agent_has_one_launcher_for_all_controllers(agent: Any) -> None:
     assert launcher.made_for == ("spawn", RankProgram("x:y"))
     assert agent.start([1], {0: 2}, 3.0) is None
     agent.forget("rank")
+    agent._listener.serve = stopped.append
+    agent.serve(7)
+    assert stopped == [7]
     agent.close()
     assert launcher.said == [
         ("prestart",),

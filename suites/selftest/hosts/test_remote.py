@@ -31,7 +31,7 @@ from lockstep.features.hosts.orders import (
 )
 from lockstep.features.hosts.remote import Host, HostsLauncher, RemoteRank
 from lockstep.features.hosts.wire import Call, Credentials, Purpose
-from lockstep.launch.processes import RankProgram
+from lockstep.launch.processes import RankProcess, RankProgram
 from lockstep.place import Place
 from lockstep.specification import RankSpec, SessionSpec, WorldKey
 
@@ -515,8 +515,9 @@ def test_the_servers_of_all_hosts_start_early(launcher: Any, monkeypatch: pytest
     launcher.expect("m")
     launcher.restore_directory()
     launcher.forget(object())
+    launcher.forget(here := RankProcess.__new__(RankProcess))
     assert tried == [1]
-    assert launcher._local.said == [("prestart",), ("expect", "m"), ("restore_directory",)]
+    assert launcher._local.said == [("prestart",), ("expect", "m"), ("restore_directory",), ("forget", here)]
     assert launcher.directory == "/tmp/d"
 
 
