@@ -563,7 +563,10 @@ def test_a_file_that_differs_is_named_with_its_host(tmp_path: Path, monkeypatch:
         module = SimpleNamespace(__file__=str(files[file]))
         thing = type(sys)(things)
         module.thing = thing
+        module.installed, module.beside = type(sys)("installed"), type(sys)("beside")
         monkeypatch.setitem(sys.modules, name, module)
+    for name, place in (("installed", tmp_path / "site-packages"), ("beside", Path(f"{tmp_path}-beside"))):
+        monkeypatch.setitem(sys.modules, name, SimpleNamespace(__file__=str(place / "z.py")))
     asked: list[tuple[int, list[str]]] = []
     theirs: dict[str, str | None] = {}
 
