@@ -23,7 +23,7 @@ class Exited(BaseException):
 
 @pytest.fixture
 def done(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
-    """What the server would do to its process, in order."""
+    """The steps of the server in its process, in order."""
     noted: list[Any] = []
 
     def note(*words: Any) -> Any:

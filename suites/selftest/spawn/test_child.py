@@ -30,7 +30,7 @@ SERVER = Server("/d", {}, b"key")
 
 @pytest.fixture
 def steps(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
-    """What `begin` would do to its process, in order."""
+    """The steps of `begin` in its process, in order."""
     noted: list[Any] = []
 
     def note(name: str) -> Callable[..., None]:

@@ -1,4 +1,4 @@
-"""Who starts the processes of tests that run in the controller, without a server."""
+"""The start of processes of tests that run in the controller, without a server."""
 
 from __future__ import annotations
 
