@@ -120,6 +120,7 @@ def lower_limit(by: int) -> None:
 
 
 NUM_THREADS, RECURSION = torch.get_num_threads(), sys.getrecursionlimit()
+LAST = [place for place in sys.path if "setuptools" not in place][-1]
 CHANGES: dict[str, tuple[Callable[[], object], str]] = {
     "dtype": (
         lambda: torch.set_default_dtype(torch.float64),
@@ -144,7 +145,10 @@ CHANGES: dict[str, tuple[Callable[[], object], str]] = {
     "cwd": (lambda: os.chdir("/"), f"cwd: / (was {os.getcwd()})"),
     "environ": (lambda: os.environ.update(B="2", A="1"), "environ: A, B"),
     "path": (lambda: os.environ.pop("PATH"), "environ: PATH"),
-    "handler": (lambda: signal.signal(signal.SIGHUP, signal.SIG_IGN), "signal handlers: SIGHUP"),
+    "handler": (
+        lambda: signal.signal(signal.SIGHUP, signal.default_int_handler),  # nohup has it ignored
+        "signal handlers: SIGHUP",
+    ),
     "blocked": (
         lambda: signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGUSR2}),
         f"blocked signals: {signal.SIGUSR2.value}",
@@ -157,7 +161,7 @@ CHANGES: dict[str, tuple[Callable[[], object], str]] = {
         f"recursion limit: {RECURSION + 7} (was {RECURSION})",
     ),
     "added": (lambda: sys.path.append("/added"), "sys path: /added added"),
-    "removed": (lambda: sys.path.remove(sys.path[-1]), f"sys path: {sys.path[-1]} removed"),
+    "removed": (lambda: sys.path.remove(LAST), f"sys path: {LAST} removed"),
     "umask": (lambda: os.umask(0o124), "umask: 0o124 (was "),
     "limit": (lambda: lower_limit(1), "resource limits: RLIMIT_NOFILE"),
     "locale": (lambda: locale.setlocale(locale.LC_NUMERIC, "C.UTF-8"), "locale: "),

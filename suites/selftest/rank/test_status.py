@@ -340,7 +340,7 @@ def test_stacks_of_calls_are_kept_once_a_backend_is_loaded(
 
 @pytest.fixture
 def files(monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
-    """What the system shows of the main thread; no backend waits."""
+    """Files in which the system shows the main thread; no backend waits."""
     found = {"/proc/self/wchan": "futex", f"/proc/self/task/{os.getpid()}/schedstat": "1 2 3"}
 
     class Shown:

@@ -1,4 +1,4 @@
-"""What a rank reads and replaces of torch's private state, with a torch that has groups of no processes."""
+"""The private state of torch that a rank reads and replaces, with a torch whose groups have no processes."""
 
 from __future__ import annotations
 
