@@ -7,11 +7,14 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Callable
+from importlib.machinery import PathFinder
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 import lockstep
+from lockstep import _alias
 from suites.selftest.project import Run, copy_project, run_pytest
 
 PACKAGE = {"__init__.py": "THEIRS = 'theirs'\n", "plugin.py": "from harness import THEIRS\n"}
@@ -251,3 +254,14 @@ def test_files_that_were_overwritten_do_not_matter(tmp_path: Path) -> None:
     write(site / "harness", PACKAGE)
     code = "import harness, lockstep.backends; print(harness.THEIRS, lockstep.backends.__file__)"
     assert python(code, tmp_path, str(site)) == [f"theirs {site}/lockstep/backends/__init__.py"]
+
+
+def test_another_package_is_asked_of_each_finder(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[object] = []
+    theirs = SimpleNamespace(find_spec=lambda name, path: asked.append((name, path)))
+    ours = Path(lockstep.__file__).parents[1]
+    monkeypatch.setattr(sys, "path", [str(ours), "/elsewhere"])
+    monkeypatch.setattr(sys, "meta_path", [theirs, PathFinder])
+    monkeypatch.setattr(PathFinder, "find_spec", lambda name, path: asked.append((name, path)))
+    assert _alias._other_package() is None
+    assert asked == [("harness", None), ("harness", ["/elsewhere"])]

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import TYPE_CHECKING
 
 import pytest
+
+from lockstep.features.live_output import FEATURE
+from lockstep.features.live_output.rank import SentLines
 
 if TYPE_CHECKING:
     from suites.selftest.project import Project
@@ -100,3 +104,15 @@ def test_a_finaliser_may_log_while_a_record_is_sent(project: Project) -> None:
         shown = [line for line in output.splitlines() if line.startswith(f"rank {rank}: INFO")]
         assert len([line for line in shown if line.endswith("of the test")]) == 40
         assert any(line.endswith("of a finaliser") for line in shown)
+
+
+def test_a_line_is_sent_as_it_ends_or_is_flushed() -> None:
+    sent: list[str] = []
+    wire = SimpleNamespace(send=lambda part: sent.append((part.feature, part.data.rank, part.data.text)))
+    lines = SentLines(SimpleNamespace(world=SimpleNamespace(rank=1), wire=wire))  # type: ignore[arg-type]
+    assert lines.write("a\n\nb\nbeg") == 8
+    lines.flush()
+    lines.write(" ")
+    lines.flush()
+    assert lines.write("c\n") == 2
+    assert sent == [(FEATURE, 1, "a\nb"), (FEATURE, 1, "beg"), (FEATURE, 1, " c")]

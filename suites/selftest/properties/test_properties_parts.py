@@ -27,6 +27,7 @@ from lockstep.features.properties.hypothesis_internals import call_before_rules
 from lockstep.features.properties.messages import (
     CRASHED,
     FEATURE,
+    STATISTICS,
     CrashedExample,
     Drawn,
     ExampleResult,
@@ -35,6 +36,7 @@ from lockstep.features.properties.messages import (
     Search,
     read_running_example,
 )
+from lockstep.features.properties.plugin import Searches
 from lockstep.features.properties.rank import Properties
 from lockstep.protocol import Finished, RankStatus, RunItem, Vote
 from lockstep.rank.world_fixture import RankWorld
@@ -406,3 +408,15 @@ def test_each_rule_is_checked_once_however_many_examples_run(monkeypatch: pytest
     for rule in (*state.initializers, *state.rules):
         rule.function(Machine)
     assert called == ["check", "begin", "check", "step"]
+
+
+# Statistics
+
+
+def test_statistics_are_those_of_one_report_of_one_rank() -> None:
+    first, last, stale = (SimpleNamespace(name=name, **{STATISTICS: "old"}) for name in "abc")
+    ranks = (RankOutcome(0, [{}]), RankOutcome(1, [{}, {STATISTICS: "of rank 1"}]))
+    Searches().pytest_ranks_reported(ItemOutcome(ranks, 1.0, False, 1.0), [first, last])  # type: ignore[list-item]
+    assert (vars(first), vars(last)) == ({"name": "a"}, {"name": "b", STATISTICS: "of rank 1"})
+    Searches().pytest_ranks_reported(ItemOutcome(ranks[:1], 1.0, False, 1.0), [stale])  # type: ignore[list-item]
+    assert vars(stale) == {"name": "c"}

@@ -15,7 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
 from lockstep.recorders import Collective, CollectivesLog, ForwardDtypes, named_tensors
-from lockstep.recorders.execution import ExecutionLog
+from lockstep.recorders.execution import ExecutionLog, active_log
 from lockstep.recorders.tensors import flat_bytes
 
 pytestmark = [
@@ -396,3 +396,12 @@ def test_an_execution_that_is_over_keeps_no_parameter_alive():
     assert log.events
     del layer
     assert weight() is None
+
+
+def test_a_log_is_active_inside_and_the_one_before_it_afterwards():
+    assert active_log() is None
+    with ExecutionLog() as outer:
+        with ExecutionLog() as inner:
+            assert active_log() is inner
+        assert active_log() is outer
+    assert active_log() is None

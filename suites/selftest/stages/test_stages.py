@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import re
 import shlex
 from typing import TYPE_CHECKING
@@ -9,6 +10,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 import lockstep
+from lockstep.features.stages.stage import Stage, _find_path
 from suites.selftest.project import Run, run_pytest
 from suites.selftest.warm_pytest import run_module
 
@@ -172,3 +174,10 @@ def yields():  # type: ignore[no-untyped-def]
 def test_bad_input_is_refused(use, error: str) -> None:  # type: ignore[no-untyped-def]
     with pytest.raises((TypeError, ValueError), match=error):
         use()
+
+
+def test_the_fixture_of_a_stage_requests_what_the_stage_does() -> None:
+    def saved(world: object, *rest: object, folder: object = None, **others: object) -> None: ...
+
+    found = inspect.signature(_find_path(Stage(saved, 2, "function"))).parameters
+    assert [*found] == ["world", "folder", "request"]
