@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from html.parser import HTMLParser
 from pathlib import Path
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import pytest
 
@@ -295,6 +296,19 @@ def test_a_folder_that_cannot_be_written_to_costs_no_report(
     written.pytest_ranks_reported(item, outcome, [report])  # type: ignore[arg-type, list-item]
     ((title, text),) = report.sections
     assert (title, "cannot be written" in text, "test_a.py" in text) == ("timeline", True, True)
+
+
+def test_a_test_that_ranks_have_ended_alike_is_left_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    read: list[str] = []
+    monkeypatch.setattr(files, "read_timeline", lambda name, *_, **__: read.append(name))
+    config = SimpleNamespace(invocation_params=SimpleNamespace(dir=tmp_path))
+    ended = SimpleNamespace(has_fault=lambda: False, diagnosis=None, parts={}, ranks=[Mock(world="")])
+    for is_for_all in (False, True):
+        written = files.TimelineFiles(config, str(tmp_path), is_for_all)  # type: ignore[arg-type]
+        written.pytest_ranks_reported(SimpleNamespace(nodeid=str(is_for_all)), ended, [])  # type: ignore[arg-type]
+    assert read == ["True"]
 
 
 def test_a_folder_that_is_called_perfetto_is_no_package_of_traces(
