@@ -109,9 +109,11 @@ def state(monkeypatch: pytest.MonkeyPatch) -> Iterator[RankState]:
     """The state of this process, which has it again after the test."""
     # The public function imports torch's compiler, which takes seconds.
     monkeypatch.setattr(torch, "use_deterministic_algorithms", torch._C._set_deterministic_algorithms)
+    of_timeout = signal.setitimer(signal.ITIMER_REAL, 0)  # pytest-timeout's
     before = RankState.capture()
     yield before
     before.restore()
+    signal.setitimer(signal.ITIMER_REAL, *of_timeout)
 
 
 def lower_limit(by: int) -> None:
