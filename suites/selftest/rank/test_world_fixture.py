@@ -110,6 +110,7 @@ def test_a_world_reads_the_same_on_all_ranks(world: RankWorld) -> None:
     assert (world.local_rank, world.local_size, world.old_ranks) == (world.rank, 2, (0, 1))
     assert world.hosts == (socket.gethostname(),) == (world.host,)
     assert world.gather(world.rank) == [0, 1]
+    assert world.seed == torch.initial_seed()
     assert world.group is dist.group.WORLD
     assert world.mesh().shape == (2,)
     assert world.mesh(1, 2).shape == (1, 2)
