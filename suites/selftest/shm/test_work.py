@@ -42,6 +42,13 @@ class ByHand:
         time.sleep(0.001)
 
 
+def await_threads() -> None:
+    """Wait for all threads of progress: one that runs callbacks has another take over."""
+    for thread in threading.enumerate():
+        if thread.name == "shm-progress":
+            thread.join(5)
+
+
 @pytest.fixture
 def by_hand() -> ByHand:
     return ByHand()
@@ -165,7 +172,7 @@ def test_a_thread_completes_futures_and_ends() -> None:
     assert last is not None
     progress.rest()
     assert not last.is_alive()
-    thread.join(5)  # another one may have taken over
+    await_threads()
     assert (progress._watching, progress._queue) == (0, [])
 
 
@@ -185,7 +192,7 @@ def test_a_callback_may_wait_for_another_future() -> None:
     assert chained.wait() == ["later"]
     waiting.pending.is_ready = True  # type: ignore[attr-defined]
     assert waiting.get_future().wait() == []
-    progress.rest()
+    await_threads()
     assert progress._watching == 0
 
 
