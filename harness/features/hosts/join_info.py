@@ -229,7 +229,7 @@ class SharedFile:
                 file.write(join_info.pack())
             partial.rename(self._path)
         except OSError as error:
-            with contextlib.suppress(OSError):
+            with contextlib.suppress(OSError):  # there is none, or its folder is a file
                 partial.unlink()
             why = f"cannot leave the invitation in {self._path}: {words(error)}"
             raise LaunchError(f"{why}; give --meet and --secret-file on each host") from None

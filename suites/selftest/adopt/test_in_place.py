@@ -300,21 +300,18 @@ def torchs(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch_internals, "skip_message", {7: "too few"}.get)
 
 
-def test_function() -> None: ...
-
-
-test_function.__test__ = False  # type: ignore[attr-defined]
+def function() -> None: ...
 
 
 @pytest.mark.usefixtures("torchs")
 def test_a_child_runs_in_a_rank_and_leaves_nothing_in_its_class() -> None:
     parent = Parent()
-    Child(parent, place()).run(test_function)
+    Child(parent, place()).run(function)
     assert parent.met == (1, "test_a", "/shared/rendezvous", False)
     assert not hasattr(Parent, "left")
     assert BaseOfTorch.run_test is None
     parent.fake_pg = True
-    Child(parent, place()).run(test_function)
+    Child(parent, place()).run(function)
     assert parent.met[-1] is True
 
 
@@ -331,7 +328,7 @@ def test_a_child_runs_in_a_rank_and_leaves_nothing_in_its_class() -> None:
 )
 def test_the_end_of_a_child_is_judged(error: BaseException, kind: type[BaseException], message: str) -> None:
     with pytest.raises(kind) as ended:
-        Child(Parent(error), place()).run(test_function)
+        Child(Parent(error), place()).run(function)
     assert str(ended.value) == message
 
 

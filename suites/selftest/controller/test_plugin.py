@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
@@ -193,12 +194,12 @@ def test_a_file_that_a_feature_recognises_starts_the_server(
 def test_a_server_that_cannot_start_is_no_failure_of_collection(
     controller: Any, server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def prestart() -> None:
-        raise OSError
-
+    prestart = Mock(side_effect=OSError)
     monkeypatch.setattr(server, "prestart", prestart)
     (tmp_path / "test_x.py").write_text("ranks")
     controller.pytest_pycollect_makemodule(tmp_path / "test_x.py")
+    prestart.assert_called_once_with()
+    assert server.said == []
 
 
 def test_modules_of_the_backends_that_a_file_names_are_imported(controller: Any, server: Server) -> None:

@@ -256,7 +256,7 @@ def test_another_thread_of_the_test_may_help() -> None:
     go = threading.Event()
 
     def helps(name: str) -> bool:
-        thread = threading.Thread(target=go.wait, name=name)
+        thread = threading.Thread(target=go.wait, name=name, daemon=True)
         thread.start()
         try:
             return rank._may_be_helped()

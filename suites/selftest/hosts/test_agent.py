@@ -296,7 +296,7 @@ def test_a_controller_learns_how_ranks_end_until_it_is_gone(service: Any) -> Non
         sentinel=reading, exitcode=-9, join=waited.append, kill=lambda: None, close=lambda: None
     )
     world.ranks[1], world.ends[1] = started, end  # type: ignore[assignment]
-    running = threading.Thread(target=pytest.raises, args=(EOFError, service.run))
+    running = threading.Thread(target=pytest.raises, args=(EOFError, service.run), daemon=True)
     running.start()
     os.close(writing)
     assert of_rank.poll(60)

@@ -332,9 +332,16 @@ def test_a_rank_that_has_ended_the_test_is_named(tmp_path: Path, change: dict[st
 
 
 def test_a_property_may_end_after_another_rank_has_ended_it(tmp_path: Path) -> None:
-    rank = Mock(agree=lambda vote, abort_after: (vote, replace(vote, outcome="ended")))
+    votes: list[Vote] = []
+
+    def agree(vote: Vote, abort_after: float) -> tuple[Vote, ...]:
+        votes.append(vote)
+        return vote, replace(vote, outcome="ended")
+
+    rank = Mock(agree=agree)
     rank.spec.path_of.return_value = str(tmp_path / "running")
     Examples(rank, records=False).end_run()
+    assert [(vote.case, vote.outcome) for vote in votes] == [(END, "ended it")]
 
 
 def test_draws_in_bounds_that_read_alike_are_named_by_their_example() -> None:

@@ -303,7 +303,7 @@ class Kept:
     """The output of a test whose sections and reports a test gives."""
 
     def __init__(self, directory: str, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.sections: list[tuple[str, str, str]] = [("setup", "stdout", "of before")]
+        self.sections: list[tuple[str, str, str]] = [("setup", "stdout", "earlier")]
         self.item: Any = SimpleNamespace(nodeid="test_a.py::test_a")
         monkeypatch.setattr(module, "captured_sections", lambda item: self.sections)
         world: Any = SimpleNamespace(rank=1)
@@ -328,7 +328,7 @@ def test_output_of_each_phase_is_stored_once(in_folder: Kept) -> None:
     sections.append(("call", "stdout", LONG))
     in_folder.output.settle(in_folder.item)
     assert sections[:3] == [
-        ("setup", "stdout", "of before"),
+        ("setup", "stdout", "earlier"),
         ("setup", "stdout", "one\n"),
         ("setup", "stderr", "two\n"),
     ]
@@ -360,10 +360,10 @@ def test_output_that_cannot_be_kept_says_why(in_folder: Kept, tmp_path: Path) ->
 
 
 def test_output_of_a_subtest_is_stored_after_that_of_the_setup(in_folder: Kept) -> None:
-    sections = [("Captured stdout setup", "of before"), ("Captured stdout call", "mine\n"), ("Other", LONG)]
+    sections = [("Captured stdout setup", "earlier"), ("Captured stdout call", "mine\n"), ("Other", LONG)]
     report: Any = SimpleNamespace(nodeid="test_a.py::test_a", sections=sections)
     in_folder.output.settle_subtest(report)
-    assert sections[:2] == [("Captured stdout setup", "of before"), ("Captured stdout call", "mine\n")]
+    assert sections[:2] == [("Captured stdout setup", "earlier"), ("Captured stdout call", "mine\n")]
     title, text = sections[2]
     assert title == "Other"
     assert len(text) <= MAX_TEXT

@@ -51,7 +51,7 @@ def test_stacks_of_running_threads_are_stacks() -> None:
 def test_stacks_are_those_of_the_threads_of_now() -> None:
     stop, stacks = threading.Event(), Stacks()
     before = stacks.take().keys()
-    thread = threading.Thread(target=stop.wait)
+    thread = threading.Thread(target=stop.wait, daemon=True)
     thread.start()
     assert stacks.take().keys() - before == {thread.ident}
     stop.set()
@@ -201,7 +201,7 @@ def test_the_thread_that_answers_frees_no_rank(reader: Reader) -> None:
         reader.at(("/home/a.py", "f"), thread=threading.get_ident())
         answers.extend(reader.answer(Probe()) for _ in range(2))
 
-    thread = threading.Thread(target=answer)
+    thread = threading.Thread(target=answer, daemon=True)
     thread.start()
     thread.join()
     assert isinstance(answers[1], RankStatus)
@@ -249,7 +249,9 @@ def test_a_status_that_cannot_be_read_is_the_error(reader: Reader, monkeypatch: 
 
 def test_other_threads_are_named_but_for_that_of_the_wire(reader: Reader) -> None:
     stop = threading.Event()
-    named, wire = (threading.Thread(target=stop.wait, name=name) for name in ("worker", WIRE_THREAD))
+    named, wire = (
+        threading.Thread(target=stop.wait, name=name, daemon=True) for name in ("worker", WIRE_THREAD)
+    )
     named.start()
     wire.start()
     try:

@@ -28,7 +28,7 @@ from lockstep.shm.meeting import meet
 from lockstep.shm.memory import WHAT_TO_RAISE, Arena, Segment, available
 from lockstep.shm.operation import Operation
 from lockstep.shm.p2p import ANY, Mailbox
-from lockstep.shm.peer import DEPTH, INLINE, PRESENT, WANTS_READ, Peer
+from lockstep.shm.peer import DEPTH, INLINE, LEFT, PRESENT, WANTS_READ, Peer
 from lockstep.shm.work import Bundle, ShmWork
 from suites.selftest.shm.ends import SECOND, meet_all
 
@@ -277,6 +277,7 @@ def test_ranks_that_read_nothing_more_leave_at_once(pair: list[Collectives]) -> 
         leaving = [pool.submit(end.channel.leave, 8) for end in pair]
         for one in leaving:
             one.result(4)
+    assert [end.channel.me.state for end in pair] == [LEFT, LEFT]
 
 
 def test_a_store_may_be_used_again_at_once() -> None:

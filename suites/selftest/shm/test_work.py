@@ -39,7 +39,7 @@ class ByHand:
     def linger(self, since: float) -> None:
         self.lingered.append(since)
         self.looked.set()
-        time.sleep(0.001)
+        time.sleep(0.001)  # as a real one waits: the other threads have their turn
 
 
 def await_threads() -> None:

@@ -97,7 +97,9 @@ def test_a_test_may_need_processes_of_its_own() -> None:
 
 def test_a_call_on_another_thread_or_in_a_call_starts_processes() -> None:
     tested, found = spawn_on(), []
-    thread = threading.Thread(target=lambda: found.append(tested.why_not(item_of(), Spawn(print))))
+    thread = threading.Thread(
+        target=lambda: found.append(tested.why_not(item_of(), Spawn(print))), daemon=True
+    )
     thread.start()
     thread.join()
     assert found == ["called on another thread"]

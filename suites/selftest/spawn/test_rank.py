@@ -39,7 +39,11 @@ def look(*args: Any) -> None:
     os.chdir("/")
 
 
+ended: list[int] = []
+
+
 def end(rank: int, error: BaseException) -> None:
+    ended.append(rank)
     raise error
 
 
@@ -138,7 +142,9 @@ def test_a_function_may_leave_by_another_way(
 def test_a_function_may_exit_with_success(
     request: pytest.FixtureRequest, session: Any, call: Call, code: int | None
 ) -> None:
+    ended.clear()
     called(request, session, replace(call, data=pickle.dumps((end, (SystemExit(code),))))).runtest()
+    assert ended == [1]
 
 
 def test_an_interruption_that_is_the_functions_own_is_no_failure(

@@ -219,7 +219,7 @@ def test_what_the_observer_and_a_thread_of_its_own_do_is_not_seen(seen: Seen, tm
         with calls.unseen():
             path.touch()
         path.unlink()
-        other = threading.Thread(target=path.touch)
+        other = threading.Thread(target=path.touch, daemon=True)
         other.start()
         other.join(60)
     assert {op.split()[0] for op in ops(seen)} <= {"open"}

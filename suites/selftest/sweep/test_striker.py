@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
 import signal
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -231,40 +232,40 @@ def test_what_others_write_is_hidden_for_a_while(
     assert not striker.hides(str(folder / "new"))
 
 
-def test_another_thread_goes_first(striker: Any) -> None:
-    striker.lag = 60.0
+@contextlib.contextmanager
+def beside(striker: Any, *first: str, then: str) -> Iterator[None]:
+    """Run collectives of groups on another thread once one has begun: some, and one again and again."""
     is_over = threading.Event()
 
     def other() -> None:
         wait_for(lambda: striker._counts["collective"], "the first has begun", 60)
-        run(striker, collective("h"))
-        while not is_over.wait(0.001):
-            run(striker, collective("g"))
+        for group in first:
+            run(striker, collective(group))
+        while not is_over.wait(0.001):  # a turn for the thread that waits
+            run(striker, collective(then))
 
-    thread = threading.Thread(target=other)
+    thread = threading.Thread(target=other, daemon=True)
     thread.start()
-    with striker.strikes(Point("order", 1, "collective", 1), "/no/journal"):
-        run(striker, collective("g"))
-        assert striker.has_struck
+    try:
+        yield
+    finally:
         is_over.set()
         thread.join(60)
+
+
+def test_another_thread_goes_first(striker: Any) -> None:
+    striker.lag = 60.0
+    point = Point("order", 1, "collective", 1)
+    with striker.strikes(point, "/no/journal"), beside(striker, "h", then="g"):
+        run(striker, collective("g"))
+        assert striker.has_struck
 
 
 def test_a_thread_that_does_not_come_is_not_waited_for(striker: Any) -> None:
     striker.lag = 0.05
-    is_over = threading.Event()
-
-    def other() -> None:
-        wait_for(lambda: striker._counts["collective"], "the first has begun", 60)
-        while not is_over.wait(0.001):
-            run(striker, collective("h"))
-
-    thread = threading.Thread(target=other)
-    thread.start()
-    with striker.strikes(Point("order", 1, "collective", 1), "/no/journal"):
+    point = Point("order", 1, "collective", 1)
+    with striker.strikes(point, "/no/journal"), beside(striker, then="h"):
         run(striker, collective("g"))
-        is_over.set()
-        thread.join(60)
     assert not striker.has_struck
 
 
