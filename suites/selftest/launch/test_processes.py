@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import fcntl
 import json
@@ -99,11 +100,15 @@ def test_a_killed_rank_ends_with_what_it_has_started(tmp_path: Path) -> None:
         "    print(process.pid, flush=True)"
     )
     closed: list[str] = []
-    with subprocess.Popen(
-        [sys.executable, "-c", program], stdout=subprocess.PIPE, start_new_session=True, text=True
-    ) as process:
+    with (
+        subprocess.Popen(
+            [sys.executable, "-c", program], stdout=subprocess.PIPE, start_new_session=True, text=True
+        ) as process,
+        contextlib.ExitStack() as stack,
+    ):
+        stack.callback(process.kill)  # where an assert fails; what it has started ends by itself then
         assert process.stdout is not None
-        below = int(process.stdout.readline())  # it ends by itself, where an assert fails
+        below = int(process.stdout.readline())
         child: Any = Child(process.pid)
         wire: Any = SimpleNamespace(close=lambda: closed.append("wire"))
         rank = RankProcess(ChildProcess(child, lambda: True), wire)
