@@ -12,12 +12,12 @@ import reprlib
 import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
+from suites.selftest.shared_memory import left_in_shared_memory, names_in_shared_memory
 from suites.selftest.warm_interpreter import FOR_A_SERVER
 
 PROJECT = Path(__file__).parents[3]
@@ -149,7 +149,7 @@ class Supervisor:
             for path in (place, temporary):
                 path.mkdir()
             _write(attempt.files, place)
-            shared = _files_in_shared_memory()
+            shared = names_in_shared_memory()
             with _locked(place / file for file in attempt.locked):
                 order = {
                     "command": attempt.command,
@@ -159,7 +159,7 @@ class Supervisor:
                     "seconds": attempt.seconds,
                 }
                 answer = _ask(self._with_torch if attempt.seconds == RANKS else self._process, order)
-            left = [*answer.pop("left"), *_left_in(temporary), *_left_in_shared_memory(shared)]
+            left = [*answer.pop("left"), *_left_in(temporary), *left_in_shared_memory(shared)]
             output = Path(name, "output").read_text(errors="replace").replace(name, "DIRECTORY")
         return Ended(output=output, left=tuple(left), **answer)
 
@@ -200,18 +200,3 @@ def _left_in(temporary: Path) -> list[str]:
     """Return what is left in a temporary directory, but for what pytest, leases and torch keep there."""
     kept = ("pytest-of-", f"lockstep-{os.getuid()}", "torchinductor_")
     return [name for name in os.listdir(temporary) if not name.startswith(kept)]
-
-
-def _files_in_shared_memory() -> set[str]:
-    """Return the names in /dev/shm; without semaphores of multiprocessing, which others leave at any time."""
-    return {name for name in os.listdir("/dev/shm") if not name.startswith("sem.mp-")}
-
-
-def _left_in_shared_memory(before: set[str], seconds: float = 5.0) -> list[str]:
-    """Return new files of /dev/shm; those that come and go are of others who test at the same time."""
-    deadline = time.monotonic() + seconds
-    new = _files_in_shared_memory() - before
-    while new and time.monotonic() < deadline:
-        time.sleep(0.05)
-        new &= _files_in_shared_memory()
-    return [f"/dev/shm/{name}" for name in sorted(new)]

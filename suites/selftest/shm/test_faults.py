@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import sys
 from pathlib import Path
@@ -11,19 +10,21 @@ from typing import Any
 
 import pytest
 
+from suites.selftest.shared_memory import left_in_shared_memory, names_in_shared_memory
+
 PROGRAM = Path(__file__).parents[1] / "projects" / "shm" / "faults.py"
 
 Found = dict[str, list[Any]]
 
 
 @pytest.fixture(scope="module")
-def named_segments() -> list[str]:
+def shared_memory() -> set[str]:
     """The names in /dev/shm before any of it."""
-    return sorted(os.listdir("/dev/shm"))
+    return names_in_shared_memory()
 
 
 @pytest.fixture(scope="module")
-def found(named_segments: list[str]) -> Found:
+def found(shared_memory: set[str]) -> Found:
     done = subprocess.run([sys.executable, str(PROGRAM)], capture_output=True, text=True, timeout=240)
     assert done.returncode == 0, done.stderr
     results: Found = json.loads(done.stdout.splitlines()[-1])
@@ -43,10 +44,9 @@ def test_what_a_dead_rank_has_handed_over_counts(found: Found) -> None:
     assert found["killed_after_its_part"] == [[3.0] * 4, None]
 
 
-def test_nothing_is_left_in_the_file_system(found: Found, named_segments: list[str]) -> None:
+def test_nothing_is_left_in_the_file_system(found: Found, shared_memory: set[str]) -> None:
     assert found["all_killed"] == [None, None]
-    ours = [name for name in os.listdir("/dev/shm") if name not in named_segments and "shm" in name]
-    assert ours == []
+    assert left_in_shared_memory(shared_memory) == []
 
 
 def test_a_rank_that_ends_lets_others_read_first(found: Found) -> None:

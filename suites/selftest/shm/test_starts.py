@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import lockstep.shm
+from suites.selftest.shared_memory import left_in_shared_memory, names_in_shared_memory
 
 PROGRAMS = Path(__file__).parents[1] / "projects" / "shm"
 
@@ -54,7 +55,7 @@ def test_a_rank_alone_on_a_hash_store() -> None:
 
 
 def test_a_killed_rank_is_named_by_the_rank_that_waits(tmp_path: Path) -> None:
-    before = os.listdir("/dev/shm")
+    before = names_in_shared_memory()
     ways = ("all_reduce", "future", "recv", "recv from any", "send", "future of a receive")
     done = run_program(str(PROGRAMS / "deaths.py"), str(tmp_path), *ways)
     assert done.returncode == 0, done.stderr
@@ -62,4 +63,4 @@ def test_a_killed_rank_is_named_by_the_rank_that_waits(tmp_path: Path) -> None:
     assert [line.partition(":")[0] for line in lines] == list(ways)
     for line in lines:
         assert re.search(r"rank 1 \(pid \d+\) of group 0 is gone|all peers of group 0 are gone", line), line
-    assert set(os.listdir("/dev/shm")) <= set(before)
+    assert left_in_shared_memory(before) == []

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
-import os
 import random
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import pytest
+
+from suites.selftest.shared_memory import left_in_shared_memory, names_in_shared_memory
 
 if TYPE_CHECKING:
     from suites.selftest.project import Project
@@ -52,7 +53,7 @@ class Session:
 
 @pytest.fixture(scope="module")
 def session(shared_project: Project) -> Session:
-    path, shared_memory = shared_project.path, set(os.listdir("/dev/shm"))
+    path, shared_memory = shared_project.path, names_in_shared_memory()
     shared_project.copy("worlds")
     # Torch makes a folder for what it compiles, where deterministic algorithms are requested.
     environ = {"TORCHINDUCTOR_CACHE_DIR": str(path / "inductor")}
@@ -63,8 +64,7 @@ def session(shared_project: Project) -> Session:
 def test_nothing_is_left_after_a_run_with_failures(session: Session) -> None:
     assert session.outcomes("death") == {"failed": 1, "passed": 1, "warnings": 1}
     session.project.assert_nothing_is_left()
-    # Segments of other runs go as well.
-    session.project.wait_for(lambda: {*os.listdir("/dev/shm")} <= session.shared_memory, "no segment is left")
+    assert left_in_shared_memory(session.shared_memory) == []
 
 
 def test_worlds_are_reused_by_size_and_replaced_after_a_failure(session: Session) -> None:
