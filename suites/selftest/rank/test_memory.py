@@ -69,17 +69,23 @@ def test_requests_of_ended_tests_are_not_kept_by_wide_fixtures(narrow, test):
 # DTensor
 
 
-def test_results_of_operators_are_remembered():
+@pytest.fixture(scope="module")
+def first_mesh():
+    """A mesh whose result the first test of these has let torch remember."""
     mesh = default_mesh()
     assert mesh_of_result(mesh) is mesh
-    kept.append(mesh)
+    return mesh
 
 
-def test_they_are_until_the_groups_change():
-    assert mesh_of_result(default_mesh()) is kept[-1]
+def test_results_of_operators_are_remembered(first_mesh):
+    assert mesh_of_result(default_mesh()) is first_mesh
+
+
+def test_they_are_until_the_groups_change(first_mesh):
+    assert mesh_of_result(default_mesh()) is first_mesh
     group = dist.new_group()
     mesh = DeviceMesh.from_group(group, "cpu")
-    assert mesh == kept[-1]
+    assert mesh == first_mesh
     assert mesh_of_result(mesh) is mesh
     dist.barrier()  # a rank may not end the group while the other still connects to it
     dist.destroy_process_group(group)
