@@ -30,6 +30,11 @@ TOLERANCES: Mapping[torch.dtype, Tolerance] = MappingProxyType(
         torch.float32: Tolerance(1e-5, 1.3e-6),  # eps 1.2e-7: 11 units
         torch.float16: Tolerance(1e-5, 1e-3),  # eps 9.8e-4: 1 unit
         torch.bfloat16: Tolerance(1e-5, 1.6e-2),  # eps 7.8e-3: 2 units
+        # 1 unit, near zero too, where it is the smallest number.
+        torch.float8_e4m3fn: Tolerance(2e-3, 0.125),
+        torch.float8_e4m3fnuz: Tolerance(1e-3, 0.125),
+        torch.float8_e5m2: Tolerance(2e-5, 0.25),
+        torch.float8_e5m2fnuz: Tolerance(1e-5, 0.25),
     }
 )
 """The largest difference of close values, by the lowest precision in which they were computed."""
@@ -89,6 +94,8 @@ def _difference(
     atol, rtol = _resolve(tolerance, actual.dtype, expected.dtype)
     if _is_same(actual, expected):
         return None
+    if actual.dtype == expected.dtype or not same_dtype:
+        actual, expected = _comparable(actual), _comparable(expected)
     try:
         torch.testing.assert_close(
             actual, expected, atol=atol, rtol=rtol, check_dtype=same_dtype, check_device=False
@@ -104,11 +111,20 @@ def _is_same(actual: torch.Tensor, expected: torch.Tensor) -> bool:
     """Return whether two plain tensors are equal beyond doubt, as most are: `assert_close` takes 40 us."""
     if not type(actual) is type(expected) is torch.Tensor:
         return False
-    is_float8 = actual.is_floating_point() and actual.dtype.itemsize == 1
-    if actual.is_meta or is_float8 or actual.layout is not torch.strided:  # `torch.equal` raises
+    is_plain = actual.layout is torch.strided and not _is_float8(actual.dtype)
+    if actual.is_meta or not is_plain:  # `torch.equal` raises
         return False
     kinds = [(tensor.dtype, tensor.device, tensor.layout) for tensor in (actual, expected)]
     return kinds[0] == kinds[1] and torch.equal(actual, expected)
+
+
+def _is_float8(dtype: torch.dtype) -> bool:
+    return dtype.is_floating_point and dtype.itemsize == 1
+
+
+def _comparable(tensor: torch.Tensor) -> torch.Tensor:
+    """Return an 8-bit float as the same value in float32: torch compares 8-bit floats by their bits alone."""
+    return tensor.float() if _is_float8(tensor.dtype) else tensor
 
 
 def _resolve(tolerance: Tolerance | torch.dtype | None, *dtypes: torch.dtype) -> Tolerance:
@@ -118,13 +134,19 @@ def _resolve(tolerance: Tolerance | torch.dtype | None, *dtypes: torch.dtype) ->
     return max(rows, key=lambda row: row.rtol)
 
 
+def has_row(dtype: torch.dtype) -> bool:
+    """Return whether tensors of this dtype are compared without a tolerance that is passed."""
+    return not (dtype.is_floating_point or dtype.is_complex) or _real(dtype) in TOLERANCES
+
+
 def _row(dtype: torch.dtype) -> Tolerance:
-    if not (dtype.is_floating_point or dtype.is_complex):
-        return EXACT
-    of_parts = dtype.to_real() if dtype.is_complex else dtype
-    if of_parts not in TOLERANCES:
+    if not has_row(dtype):
         raise ValueError(f"TOLERANCES has no row for {dtype}: pass a Tolerance")
-    return TOLERANCES[of_parts]
+    return TOLERANCES.get(_real(dtype), EXACT)
+
+
+def _real(dtype: torch.dtype) -> torch.dtype:
+    return dtype.to_real() if dtype.is_complex else dtype
 
 
 def _kind(tensor: torch.Tensor | None) -> str:

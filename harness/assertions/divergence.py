@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import nn
 
-from lockstep.assertions.closeness import EXACT, Named, Tolerance, differences
+from lockstep.assertions.closeness import EXACT, Named, Tolerance, differences, has_row
 from lockstep.recorders import Event, ExecutionLog
 
 _OF_BACKWARD = ("gradient of output", "local gradient")
@@ -273,7 +273,9 @@ def _place_of(event: Event) -> str:
 def _is_comparable(event: Event, other: Event, same_traffic: bool) -> bool:
     if event.kind not in _COMPARED or (event.kind in _OF_COLLECTIVES and not same_traffic):
         return False
-    return event.value is not None and other.value is not None and event.value.shape == other.value.shape
+    if event.value is None or other.value is None or event.value.shape != other.value.shape:
+        return False
+    return has_row(event.value.dtype) and has_row(other.value.dtype)
 
 
 def _traffic(recording: Recording) -> list[tuple[int, str]]:

@@ -449,12 +449,36 @@ def test_the_looser_row_is_taken_whichever_tensor_has_it():
 
 
 def test_a_dtype_without_a_row_needs_a_tolerance():
-    one = {"w": torch.ones(1).to(torch.float8_e4m3fn)}
+    one, four = ({"w": torch.tensor([value]).to(torch.float8_e8m0fnu)} for value in (1.0, 4.0))
     with pytest.raises(
-        ValueError, match=r"\ATOLERANCES has no row for torch\.float8_e4m3fn: pass a Tolerance\Z"
+        ValueError, match=r"\ATOLERANCES has no row for torch\.float8_e8m0fnu: pass a Tolerance\Z"
     ):
         differences(one, one)
     assert differences(one, one, Tolerance(0.0, 0.0)) == []
+    assert differences(one, four, Tolerance(0.0, 0.0)) != []
+    assert differences(one, four, Tolerance(3.0, 0.0)) == []
+
+
+@pytest.mark.parametrize(
+    ("dtype", "unit"),
+    [
+        (torch.float8_e4m3fn, 0.125),
+        (torch.float8_e4m3fnuz, 0.125),
+        (torch.float8_e5m2, 0.25),
+        (torch.float8_e5m2fnuz, 0.25),
+    ],
+)
+def test_eight_bit_floats_may_differ_by_a_unit(dtype, unit):
+    one, next_one, beyond = ({"w": torch.tensor([1 + n * unit]).to(dtype)} for n in range(3))
+    assert differences(next_one, one) == []
+    assert differences(next_one, one, Tolerance(0.0, 0.0)) != []
+    [difference] = differences(beyond, one)
+    assert f"Greatest absolute difference: {2 * unit} at index (0,)" in difference
+    smallest = {"w": torch.tensor([1], dtype=torch.uint8).view(dtype)}
+    assert differences(smallest, {"w": torch.zeros(1).to(dtype)}) == []
+    [difference] = differences(one, {"w": torch.ones(1)})
+    assert difference.startswith("w: The values for attribute 'dtype' do not match")
+    assert differences(one, {"w": torch.ones(1)}, same_dtype=False) == []
 
 
 def test_tensors_that_are_not_plain_are_compared():

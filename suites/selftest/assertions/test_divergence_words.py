@@ -94,6 +94,25 @@ def test_the_first_different_bits_within_the_tolerance_are_named() -> None:
     assert found.lines[3:] == ("  last agreement: step 0, forward: output of module `a`",)
 
 
+def test_runs_part_at_an_eight_bit_float_that_is_more_than_a_unit_off() -> None:
+    one, unit, two = (
+        event("output", "a", torch.tensor([value]).to(torch.float8_e4m3fn)) for value in (1.0, 1.125, 1.25)
+    )
+    assert parting([one], [unit]) is None
+    found = parting([one], [two])
+    assert found is not None
+    assert found.lines[1] == "  candidate 1.25 (float8_e4m3fn [1]), reference 1 (float8_e4m3fn [1]) at (0,)"
+
+
+def test_a_value_whose_dtype_has_no_tolerance_is_not_compared() -> None:
+    scales = [event("output", "a", torch.tensor([n]).to(torch.float8_e8m0fnu)) for n in (1.0, 4.0)]
+    losses = event("loss", "", 1.0), event("loss", "", 2.0)
+    found = parting([scales[0], losses[0]], [scales[1], losses[1]])
+    assert found is not None
+    assert found.lines[0] == "step 0, forward: the loss"
+    assert found.lines[3:] == ("  nothing before it was compared",)
+
+
 def test_a_tolerance_is_that_of_the_training() -> None:
     reference, candidate = [event("output", "a", [1.0])], [event("output", "a", [1.001])]
     assert parting(reference, candidate, torch.bfloat16) is None
