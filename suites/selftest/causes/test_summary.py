@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import re
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 from lockstep.features.causes.causes import Ran, cause_of, narrow
-from lockstep.features.causes.summary import Cause, Failed, lines
+from lockstep.features.causes.summary import Cause, Failed, Summary, lines
+from lockstep.reporting.pytest_internals import ReprFileLocation
 from suites.selftest.project import PROJECTS, Project, line_of
 
 FILE = PROJECTS / "many_failures" / "test_many.py"
@@ -162,3 +166,115 @@ def test_the_first_line_of_a_report_is_no_cause_where_another_says_more(text: st
 def test_tracebacks_of_python_are_read_too() -> None:
     text = 'Traceback (most recent call last):\n  File "a.py", line 3, in load\n    x\nValueError: no key 3\n'
     assert cause_of(text) == ("a.py:3", "ValueError: no key N")
+
+
+class Shown(str):
+    """A text of a failure whose line pytest knows."""
+
+    reprcrash: ReprFileLocation
+
+
+def report(name: str, text: str = "", *, outcome: str = "failed", **fields: Any) -> pytest.TestReport:
+    given: Any = outcome
+    return pytest.TestReport(name, ("a.py", 1, name), {}, given, text or None, **{"when": "call", **fields})
+
+
+def summed_up(
+    stats: dict[str, list[Any]], causes: str = "auto", verbose: int = 0, subtest: tuple[str, ...] = ()
+) -> list[str]:
+    """Return what the end of a run says, of a run that was started in /base/t, with the rootdir /base."""
+    options = {"ranks_causes": causes, "subtest": [*subtest]}
+    config: Any = SimpleNamespace(
+        getini=lambda name: ["slow: takes long", "zone(n): in one", "ranks(n): on ranks", "skipif(why)"],
+        getoption=options.get,
+        option=SimpleNamespace(verbose=verbose),
+        rootpath=Path("/base"),
+        invocation_params=SimpleNamespace(dir=Path("/base/t")),
+    )
+    written: list[str] = []
+    reporter: Any = SimpleNamespace(stats=stats, write_line=written.append)
+    running = Summary(config).pytest_terminal_summary(reporter)
+    next(running)
+    with pytest.raises(StopIteration) as end:
+        running.send("result")
+    assert end.value.value == "result"
+    return written
+
+
+ERROR = "E   ValueError: no\na.py:7: ValueError"
+
+
+def test_causes_are_shown_where_they_are_fewer_than_failures_or_asked_for() -> None:
+    one, two = report("t/a.py::test_1", ERROR), report("t/a.py::test_2", ERROR)
+    in_setup = report("t/a.py::test_3", ERROR, when="setup")
+    good = report("t/b.py::test_4", outcome="passed")
+    stats = {
+        "failed": [one, two],
+        "error": [in_setup],
+        "passed": [good],
+    }
+    shown = [
+        "",
+        "3 failures, 2 causes:",
+        "    2 at a.py:7: ValueError: no",
+        "      one of them: pytest a.py::test_1",
+        "      all of them: pytest a.py (and 1 more)",
+        "    1 at a.py:7: ValueError: no (in setup)",
+        "      one of them: pytest a.py::test_3",
+    ]
+    assert summed_up(stats) == shown
+    assert summed_up(stats, verbose=-1) == shown
+    assert summed_up(stats, verbose=-2) == summed_up(stats, "no") == []
+    alone: dict[str, list[Any]] = {"failed": [one], "error": [pytest.CollectReport("x", "failed", "x", None)]}
+    assert summed_up(alone) == []
+    assert summed_up(alone, "all")[1] == "1 failure, 1 cause:"
+    many = [report(f"t/a.py::test_{number}", f"E   {'x' * (number // 2 + 1)}") for number in range(22)]
+    assert summed_up({"failed": many})[-1] == "      and 1 cause more: --causes=all"
+    assert len(summed_up({"failed": many}, "all")) == 2 + 11 * 3
+
+
+def test_a_test_that_failed_for_its_subtests_alone_is_no_failure_of_the_summary() -> None:
+    line = "[gw1] linux -- Python 3.12 /usr/bin/python\n"
+    cases = [report("t/a.py::test_1", f"{line}{ERROR}") for _ in range(2)]
+    for number, case in enumerate(cases):
+        case.context = SimpleNamespace(msg=f"n={number}")
+    total = report("t/a.py::test_1", f"{line}contains 2 failed subtests")
+    shown = summed_up({"failed": [*cases, total]})
+    assert shown[1:3] == ["2 failures, 1 cause:", "    2 at a.py:7: ValueError: no"]
+    assert shown[-1] == "      all of them: pytest a.py::test_1"
+
+
+def test_marks_of_the_project_narrow_a_run_and_marks_of_all_tests_do_not() -> None:
+    marked = {"ranks": 1, "zone": 1, "skipif": 1, "test_1": 1}
+    bad = [report(f"t/{name}::test_1", ERROR) for name in ("a.py", "b.py")]
+    good = report("t/c.py::test_1", outcome="passed")
+    for each in bad:
+        each.keywords = {**marked}
+    good.keywords = {"skipif": 1}
+    shown = summed_up({"failed": bad, "passed": [good], "": ["no report"]})
+    assert shown[-1] == "      all of them: pytest -m zone"
+
+
+def test_a_failure_without_a_traceback_has_the_line_that_pytest_knows() -> None:
+    def where(path: str) -> str:
+        text = Shown("E   ValueError: no")
+        text.reprcrash = ReprFileLocation(path, 3, "no")
+        return summed_up({"failed": [report("t/a.py::test_1", text)]}, "all")[2]
+
+    assert where("/base/t/a.py") == "    1 at a.py:3: ValueError: no"
+    assert where("/base/a.py") == "    1 at /base/a.py:3: ValueError: no"
+    assert where("/x/site-packages/a.py") == "    1: ValueError: no"
+
+
+def test_the_command_of_a_failure_on_ranks_keeps_its_options_and_the_choice_of_the_user() -> None:
+    found = []
+    for number in (1, 2):
+        words = f"torchrun -- --pyargs pkg.a::test_1 --subtest n={number} -x"
+        properties = [("rerun", words), (7, "not a name")]
+        found.append(report("t/a.py::test_1", ERROR, user_properties=properties))
+        found[-1].context = SimpleNamespace(msg=f"n={number}, m=1")
+    shown = summed_up({"failed": found}, subtest=("m=1",))
+    assert shown[-2:] == [
+        "      one of them: torchrun -- --pyargs pkg.a::test_1 --subtest n=1 -x",
+        "      all of them: torchrun -- --pyargs pkg.a::test_1 -x --subtest m=1",
+    ]
