@@ -209,9 +209,12 @@ def guard_of(monkeypatch: pytest.MonkeyPatch, policy: Any, *captured: OpenResour
 def test_what_is_there_after_a_test_and_was_not_before_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
     before, after = resources(segments="a b"), resources(segments="b c")
     guard = guard_of(monkeypatch, "warn", before, after, after, after)
+    collected: list[str] = []
+    monkeypatch.setattr(leaks, "gc", SimpleNamespace(collect=lambda: collected.append("garbage")))
     guard.before()
     assert guard.after(raised=False) == ["shared memory /dev/shm/c"]
     assert guard.after(raised=True) == ()
+    assert collected == ["garbage"]
     guard.before()
     assert guard._segments == {"recorded"}
 
@@ -259,6 +262,7 @@ def test_memory_is_given_back_where_a_process_has_grown(monkeypatch: pytest.Monk
     monkeypatch.setattr(FreedMemory, "_resident", lambda self: now["resident"])
     freed = FreedMemory()
     monkeypatch.setattr(freed, "_trim", trimmed.append)
+    monkeypatch.setattr(leaks, "gc", SimpleNamespace(collect=lambda: None))
     grown = 1000 + leaks.GROWTH
     for resident, times in ((grown, 0), (grown + 1, 1), (grown + 1, 1), (2 * grown + 2, 2)):
         now["resident"] = resident
