@@ -11,7 +11,6 @@ from torch import Tensor
 
 from lockstep.exceptions import FakeValueError
 from lockstep.features.fake import FakeRank
-from lockstep.features.fake.plugin import _place_of, _places, pytest_ranks_outcome, pytest_ranks_size
 from lockstep.features.fake.rank import (
     READERS,
     FakeValues,
@@ -23,7 +22,6 @@ from lockstep.features.fake.rank import (
     _tensors,
     _written,
 )
-from lockstep.marker import MarkError
 
 GROUP: Any = SimpleNamespace(rank=lambda: 1, size=lambda: 3)
 
@@ -145,50 +143,3 @@ def test_a_value_of_a_peer_is_refused_to_a_test_and_methods_come_back(values: Fa
     assert (Tensor.tolist, Tensor.numpy) == before
     assert values._sources == {}
     assert value.tolist() == [0.0, 0.0]
-
-
-# Items
-
-
-def mark_of(*sizes: int, **fields: Any) -> Any:
-    options = {"as_rank": fields.pop("as_rank", None), **fields.pop("options", {})}
-    return SimpleNamespace(sizes=sizes, options=options, group=fields.pop("group", True))
-
-
-def test_a_test_is_an_item_of_its_first_and_last_rank_unless_it_names_others() -> None:
-    assert _places(mark_of(8, 1)) == [(0, 8), (7, 8), (0, 1)]
-    assert _places(mark_of(8, 4, as_rank=(2, 1))) == [(2, 8), (1, 8), (2, 4), (1, 4)]
-
-
-def test_an_item_stands_for_the_rank_of_its_parameter() -> None:
-    def item(**params: Any) -> Any:
-        return SimpleNamespace(callspec=SimpleNamespace(params=params))
-
-    assert _place_of(SimpleNamespace(), mark_of(8, as_rank=(3,))) == (3, 8)  # type: ignore[arg-type]
-    assert _place_of(item(ranks_place=(7, 8)), mark_of(8)) == (7, 8)
-    with pytest.raises(MarkError, match=r"^ranks\(8, 4\) of a fake world: several ranks work only on a test"):
-        _place_of(item(x=1), mark_of(8, 4))
-    with pytest.raises(MarkError, match=r"^ranks\(4\) of a fake world, on one parameter of a test: its"):
-        _place_of(item(ranks_place=(3, 4)), mark_of(8))
-
-
-def test_an_order_names_the_rank_and_the_outcome_is_that_ranks() -> None:
-    item: Any = SimpleNamespace()
-    parts: dict[str, Any] = {}
-    assert pytest_ranks_size(item, mark_of(8, as_rank=(3,)), "gloo", parts) is None
-    assert parts == {}
-    mark = mark_of(8, as_rank=(3,), options={"made_up_values": True})
-    assert pytest_ranks_size(item, mark, "fake", parts) == 1
-    assert parts == {"fake": FakeRank(3, 8, True)}
-    refusal: Any = pytest_ranks_size(item, mark_of(8, group=False), "fake", parts)
-    assert (refusal.outcome, refusal.why) == (
-        "skipped",
-        "the test makes its own group (group=False), and a fake world has one",
-    )
-    outcome: Any = SimpleNamespace(ranks=[SimpleNamespace(rank=0, world="1")])
-    run: Any = SimpleNamespace(order=SimpleNamespace(parts={}))
-    pytest_ranks_outcome(run, outcome)
-    assert (outcome.ranks[0].rank, outcome.ranks[0].world) == (0, "1")
-    run.order.parts = parts
-    pytest_ranks_outcome(run, outcome)
-    assert (outcome.ranks[0].rank, outcome.ranks[0].world) == (3, "8 (fake)")
