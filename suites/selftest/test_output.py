@@ -2,12 +2,25 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 from lockstep.exceptions import WorldError
-from lockstep.output import OutputDirectory, read_truncated, truncate, truncate_lines, write_texts
+from lockstep.output import (
+    OutputDirectory,
+    log_file,
+    read_truncated,
+    shows_live,
+    shows_logs,
+    truncate,
+    truncate_lines,
+    write_text,
+    write_texts,
+)
 
 
 @pytest.mark.parametrize("length", [0, 99, 100, 101, 1000, 10**6])
@@ -80,3 +93,91 @@ def test_files_are_written_all_or_none(tmp_path: Path) -> None:
     folder.rmdir()
     write_texts({first: "after", folder: "after"})
     assert [each.read_text() for each in (first, folder)] == ["after", "after"]
+
+
+def test_what_is_left_out_begins_and_ends_at_a_line_unless_that_is_most_of_it(tmp_path: Path) -> None:
+    text = "".join(f"{number:03}\n" for number in range(100))
+    note = "[... 344 characters left out; ask ...]\n"
+    assert truncate(text, 100, "ask") == f"{text[:28]}{note}{text[-28:]}"
+    path, note_of_bytes = tmp_path / "log", "[... 340 bytes left out; ask ...]\n"
+    path.write_text(text)
+    assert read_truncated(path, most=100, remedy="ask") == f"{text[:32]}{note_of_bytes}{text[-28:]}"
+    assert read_truncated(path, most=400) == text
+    assert read_truncated(path, start=396, most=4) == "099\n"
+    assert read_truncated(path, start=401) == ""
+    long = f"{'x' * 10}\n{'y' * 380}\n{'z' * 9}"
+    assert truncate(long, 100) == f"{long[:32]}\n[... 336 characters left out ...]\n{long[-32:]}"
+
+
+def test_a_single_long_line_is_kept_and_the_others_are_counted() -> None:
+    assert truncate_lines(["x" * 50, "y" * 50], 10) == ["x" * 50, "[... 1 lines left out ...]"]
+    lines = ["x" * 50, *"abc", "y" * 50]
+    assert truncate_lines(lines, 60) == ["x" * 50, "[... 3 lines left out ...]", "y" * 50]
+    assert truncate_lines(lines, 103) == lines
+
+
+def test_a_name_that_had_to_be_changed_has_a_hash() -> None:
+    folder = OutputDirectory("/kept").of_test
+    assert folder("a.py::test_b[x::y[z]").name == "test_b[x__y[z]-ed07e94a"
+    assert folder("a.py::test_b.").name == "test_b-" + folder("a.py::test_b.").name[-8:]
+    assert [len(folder(f"a.py::{'x' * length}").name) for length in (120, 121)] == [120, 129]
+
+
+def test_output_of_ranks_in_an_earlier_run_is_removed(tmp_path: Path) -> None:
+    kept = OutputDirectory(str(tmp_path))
+    rank, other = (kept.write("a.py::test_b", number, "stdout", "x", "w") for number in (0, 1))
+    mine = rank.with_name("mine.txt")
+    mine.touch()
+    kept.clear("a.py::test_b")
+    assert [rank.exists(), other.exists(), mine.exists()] == [False, False, True]
+    kept.clear("a.py::test_of_no_run")
+
+
+def test_logs_of_ranks_are_kept_unless_they_are_empty(tmp_path: Path) -> None:
+    kept, log = OutputDirectory(str(tmp_path / "kept")), tmp_path / "rank-1.log"
+    kept.keep_log("gw1", "world-2", log)
+    log.touch()
+    kept.keep_log("gw1", "world-2", log)
+    assert not (tmp_path / "kept").exists()
+    log.write_text("said")
+    for controller in ("gw1", "gw2"):
+        kept.keep_log(controller, "world-2", log)
+    folder = tmp_path / "kept" / "outside-of-tests"
+    copies = [folder / name / "world-2" / "rank-1.log" for name in ("gw1", "gw2")]
+    assert [copy.read_text() for copy in copies] == ["said", "said"]
+    kept.clear_logs("gw1")
+    kept.clear_logs("gw1")
+    assert [copy.exists() for copy in copies] == [False, True]
+    assert copies[1].parents[1].exists()
+    assert not copies[0].parents[1].exists()
+
+
+def test_a_file_that_is_written_is_as_it_was_given_and_alone(tmp_path: Path) -> None:
+    path = tmp_path / "a.txt"
+    write_text(path, "one\r\ntwo\n\udcff")
+    assert path.read_bytes() == b"one\r\ntwo\n\\udcff"
+    assert os.listdir(tmp_path) == ["a.txt"]
+
+
+def config_of(*plugins: str, ini: dict[str, Any] | None = None, **options: Any) -> Any:
+    return SimpleNamespace(
+        pluginmanager=SimpleNamespace(hasplugin=lambda name: name in plugins),
+        getoption=lambda name, default=None: options.get(name, default),
+        getini=(ini or {}).get,
+    )
+
+
+def test_logs_are_shown_and_written_by_the_plugin_of_logging_alone() -> None:
+    level, ini = {"log_cli_level": 0}, {"log_cli": True}
+    configs = [config_of("logging", **level), config_of("logging", ini=ini), config_of("logging")]
+    configs += [config_of(ini=ini, **level)]
+    assert [shows_logs(config) for config in configs] == [True, True, False, False]
+    assert [shows_live(config) for config in configs] == [True, True, False, False]
+    assert shows_live(config_of(setupshow=True)) is True
+    files = [
+        config_of("logging", log_file="a", ini={"log_file": "b"}),
+        config_of("logging", ini={"log_file": "b"}),
+        config_of("logging"),
+        config_of(log_file="a"),
+    ]
+    assert [log_file(config) for config in files] == ["a", "b", "", ""]

@@ -5,15 +5,24 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import enum
+import functools
 import re
 from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
 import torch
 
-from lockstep.protocol import Vote
-from lockstep.subtests import RunSubtests, describe_case, describe_value, parse_selection
+from lockstep.protocol import HAS_ENDED, VICTIM_OF_A_CASE, Vote
+from lockstep.subtests import (
+    RunSubtests,
+    _disagreement,
+    describe_case,
+    describe_value,
+    only_cases,
+    parse_selection,
+)
 from suites.selftest.project import copy_project
 
 
@@ -50,6 +59,12 @@ class AloneInTheWorld:
 @pytest.mark.parametrize(
     ("value", "word"),
     [
+        ("", "''"),
+        (print, "print"),
+        (functools.partial(print), "partial"),
+        (Options, "Options"),
+        (" a,  b ", "_a_b_"),
+        (f"{object()}", "<object_object>"),
         (torch.float16, "float16"),
         (None, "None"),
         (True, "True"),
@@ -70,6 +85,7 @@ def test_a_case_is_named_by_its_settings() -> None:
 
 
 def test_a_selection_reads_the_name_of_a_case() -> None:
+    assert parse_selection([" a = 1 ,,", ""]) == {"a": "1"}
     assert parse_selection(["dtype=bfloat16, offload=False", "a=1"]) == {
         "dtype": "bfloat16",
         "offload": "False",
@@ -171,6 +187,129 @@ def test_a_case_that_is_expected_to_fail(
     RunSubtests(rank, cast(Any, raised), {}, [expected])({"n": [1]}, body)
     assert [(type(error), str(error)) for error in raised.errors] == [(kind, words)]
     assert rank.seeded == expected.run
+
+
+class Voter:
+    """A rank whose peer votes as it does, or as is said here, and that notes what is called."""
+
+    def __init__(self, *peers: Vote | None) -> None:
+        self.peers = list(peers)
+        self.calls: list[str] = []
+
+    def agree(self, vote: Vote) -> tuple[Vote, ...]:
+        self.calls.append(f"agrees: {vote.outcome}")
+        return vote, (self.peers.pop(0) if self.peers else None) or vote
+
+    def begin_case(self, name: str, count: str = "") -> None:
+        self.calls.append(f"begins {name} ({count})")
+
+    def end_case(self) -> None:
+        self.calls.append("ends")
+
+    def abort(self) -> None:
+        self.calls.append("aborts")
+
+    def repair(self) -> None:
+        self.calls.append("repairs")
+
+
+def test_cases_are_counted_over_all_calls_and_named_within_those_outside() -> None:
+    rank, raised = Voter(), Raised()
+    run = RunSubtests(rank, cast(Any, raised), {})
+    run({"a": [1, 2]}, lambda a: None)
+    run.outer = "seed=1"
+    run.select({"b": "4"})
+    run({"b": [3, 4]}, lambda b: None)
+    assert rank.calls == [
+        *("begins a=1 (subtest 1 of 2)", "agrees: passed", "ends"),
+        *("begins a=2 (subtest 2 of 2)", "agrees: passed", "ends"),
+        *("begins seed=1, b=4 (subtest 3 of 3)", "agrees: passed", "ends"),
+    ]
+    assert raised.errors == [None] * 3
+
+
+def fails(n: int) -> None:
+    raise ValueError(n)
+
+
+@pytest.mark.parametrize(
+    ("body", "peer", "calls", "error"),
+    [
+        (fails, None, ["aborts", "agrees: failed", "repairs"], "ValueError: 1"),
+        (print, Vote("n=1", "failed"), ["agrees: passed", "repairs"], "PeerFailed: {case}rank 1"),
+        (
+            print,
+            Vote("n=1", "skipped", "no"),
+            ["agrees: passed", "repairs"],
+            "PeerFailed: ranks disagree: rank 0 passed; rank 1 skipped (no)",
+        ),
+        (lambda n: pytest.skip("no"), None, ["agrees: skipped"], "Skipped: no"),
+    ],
+    ids=["fails", "peer-fails", "peer-skips", "skips"],
+)
+def test_ranks_meet_again_after_a_case_that_has_not_passed_on_all(
+    body: Callable[[int], object], peer: Vote | None, calls: list[str], error: str
+) -> None:
+    rank, raised = Voter(peer), Raised()
+    RunSubtests(rank, cast(Any, raised), {})({"n": [1]}, lambda n: body(n))
+    assert rank.calls == ["begins n=1 (subtest 1 of 1)", *calls, "ends"]
+    words = error.format(case=VICTIM_OF_A_CASE)
+    assert [f"{type(each).__name__}: {each}" for each in raised.errors] == [words]
+
+
+def test_a_rank_that_has_ended_the_test_ends_it_for_all() -> None:
+    ended = Vote("", "ended")
+    rank, raised = Voter(ended), Raised()
+    words = f"{VICTIM_OF_A_CASE}rank 1 {HAS_ENDED}"
+    with pytest.raises(pytest.fail.Exception) as caught:
+        RunSubtests(rank, cast(Any, raised), {})({"n": [1, 2]}, lambda n: None)
+    assert str(caught.value) == words
+    assert [str(each) for each in raised.errors] == [words]
+    assert rank.calls == ["begins n=1 (subtest 1 of 2)", "agrees: passed"]
+
+
+def test_the_expected_failure_of_one_rank_is_that_of_all() -> None:
+    class OfSecond(Expected):
+        def is_about_case(self, case: str) -> bool:
+            return case == "n=2"
+
+    rank, raised = Voter(None, Vote("n=2", "failed")), Raised()
+    run = RunSubtests(rank, cast(Any, raised), {}, [OfSecond(), Expected(reason="never")])
+    run.outer = "m=1"
+    run({"n": [2]}, lambda n: None)
+    assert [str(each) for each in raised.errors] == ["[XPASS(strict)] not yet"]
+    assert rank.calls == ["begins m=1, n=2 (subtest 1 of 1)", "agrees: passed", "ends"]
+    rank.calls.clear()
+    run({"n": [2]}, lambda n: None)
+    assert repr(raised.errors[1]) == repr(pytest.xfail.Exception("not yet"))
+    assert rank.calls[1:] == ["agrees: passed", "repairs", "ends"]
+    rank.calls.clear()
+    run({"n": [2]}, lambda n: fails(n))
+    assert rank.calls[1:] == ["aborts", "agrees: failed", "repairs", "ends"]
+
+
+@pytest.mark.parametrize(
+    ("votes", "words"),
+    [
+        ("a ended, b failed, c ended", "{case}rank 0, 2 {ended}"),
+        ("a failed, b passed", "ranks disagree on which subtest comes next: rank 0 at [a]; rank 1 at [b]"),
+        ("a passed, a failed, a failed", "{case}rank 1, 2"),
+        ("a passed, a skipped", "ranks disagree: rank 0 passed; rank 1 skipped"),
+    ],
+)
+def test_votes_that_differ_are_put_into_words(votes: str, words: str) -> None:
+    given = tuple(Vote(*vote.split()) for vote in votes.split(", "))
+    assert _disagreement(given) == words.format(case=VICTIM_OF_A_CASE, ended=HAS_ENDED)
+
+
+def test_only_some_cases_run_within_a_block() -> None:
+    config: Any = SimpleNamespace(option=SimpleNamespace(subtest=["a=1"]))
+    with only_cases(config, ()):
+        assert config.option.subtest == ["a=1"]
+    with contextlib.suppress(ValueError), only_cases(config, ("b=2", "c=3")):
+        assert config.option.subtest == ["b=2", "c=3"]
+        raise ValueError
+    assert config.option.subtest == ["a=1"]
 
 
 @pytest.mark.parametrize(("backend", "how"), [("gloo", "Connection closed by peer"), ("shm", "aborted")])

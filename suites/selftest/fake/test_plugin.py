@@ -34,8 +34,9 @@ def test_an_item_stands_for_the_rank_of_its_parameter() -> None:
 
     assert _place_of(SimpleNamespace(), mark_of(8, as_rank=(3,))) == (3, 8)  # type: ignore[arg-type]
     assert _place_of(item(ranks_place=(7, 8)), mark_of(8)) == (7, 8)
-    with pytest.raises(MarkError, match=r"^ranks\(8, 4\) of a fake world: several ranks work only on a test"):
-        _place_of(item(x=1), mark_of(8, 4))
+    for sizes, shown in (((8, 4), "8, 4"), ((8,), "8")):
+        with pytest.raises(MarkError, match=rf"^ranks\({shown}\) of a fake world: several ranks work only"):
+            _place_of(item(x=1), mark_of(*sizes))
     with pytest.raises(MarkError, match=r"^ranks\(4\) of a fake world, on one parameter of a test: its"):
         _place_of(item(ranks_place=(3, 4)), mark_of(8))
 

@@ -89,7 +89,7 @@ def test_descriptors_have_the_names_of_what_they_stand_for(tmp_path: Path, opene
 
 
 def test_descriptors_of_the_system_of_libraries_and_of_the_harness_are_no_leak(
-    tmp_path: Path, opened: Opened
+    tmp_path: Path, opened: Opened, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     native = opened(socket.socket())
     os.set_inheritable(int(native), True)
@@ -108,6 +108,9 @@ def test_descriptors_of_the_system_of_libraries_and_of_the_harness_are_no_leak(
         "multiprocessing": opened(of_multiprocessing),
     }
     assert {what: _name_of_file(number) for what, number in found.items()} == dict.fromkeys(found, "")
+    pipe = opened(os.pipe()[0])
+    monkeypatch.setattr(leaks, "service_processes", lambda: [(None, None), (7, int(pipe))])
+    assert _name_of_file(pipe) == ""
     with closing(shared_memory.SharedMemory(create=True, size=8)) as segment:
         number = opened(os.open(f"/dev/shm/{segment.name}", os.O_RDONLY))
         assert _name_of_file(number) == f"file /dev/shm/{segment.name}"
@@ -226,6 +229,24 @@ def test_processes_alone_are_looked_for_where_leaks_are_off(
     guard.before()
     assert guard.after(raised=False) == ()
     assert guard._segments == set()
+
+
+def test_children_that_have_ended_are_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    waited: list[Any] = []
+
+    def wait(pid: int, options: int) -> None:
+        waited.append((pid, options))
+        if pid == 1:
+            raise ChildProcessError
+
+    monkeypatch.setattr(leaks.os, "waitpid", wait)
+    monkeypatch.setattr(leaks, "reap_popens", lambda: waited.append("popens"))
+    active = SimpleNamespace(active_children=lambda: waited.append("multiprocessing"))
+    monkeypatch.setattr(leaks, "multiprocessing", active)
+    leaks._reap(frozenset())
+    assert waited == []
+    leaks._reap(frozenset({1, 2}))
+    assert waited == ["multiprocessing", "popens", (1, os.WNOHANG), (2, os.WNOHANG)]
 
 
 def test_a_process_without_children_has_none(monkeypatch: pytest.MonkeyPatch) -> None:
