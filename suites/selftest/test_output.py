@@ -106,7 +106,7 @@ def test_what_is_left_out_begins_and_ends_at_a_line_unless_that_is_most_of_it(tm
     assert read_truncated(path, start=396, most=4) == "099\n"
     assert read_truncated(path, start=401) == ""
     long = f"{'x' * 10}\n{'y' * 380}\n{'z' * 9}"
-    assert truncate(long, 100) == f"{long[:32]}\n[... 336 characters left out ...]\n{long[-32:]}"
+    assert truncate(long, 100) == f"{long[:32]}\n[... 337 characters left out ...]\n{long[-32:]}"
 
 
 def test_a_single_long_line_is_kept_and_the_others_are_counted() -> None:

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from lockstep.features.progress import display
-from lockstep.features.progress.display import ProgressDisplay, fit, way_of, width
+from lockstep.features.progress.display import ProgressDisplay, StatusLine, fit, way_of, width
 from lockstep.features.progress.glance import Glance
 from suites.selftest.progress.screen import Screen, run_in_terminal
 from suites.selftest.project import Project
@@ -157,3 +157,126 @@ def test_a_log_gets_a_line_after_half_a_minute_and_each_minute_after(
     shown.end()
     shown.look(glances[30])
     assert "30 s of 300 s" in capsys.readouterr().err
+
+
+class Terminal(Stream):
+    """A terminal of 40 columns, without a size that the system knows, and pytest's writer to it."""
+
+    def __init__(self, column: int = 0) -> None:
+        super().__init__(is_terminal=True)
+        self.width_of_current_line = column
+        self.texts: list[str] = []
+        self.num_flushed = 0
+
+    def fileno(self) -> int:
+        raise OSError
+
+    def write(self, text: str) -> None:
+        self.texts.append(text)
+
+    def flush(self) -> None:
+        self.num_flushed += 1
+
+    def markup(self, text: str, light: bool) -> str:
+        assert light
+        return f"<{text}>"
+
+
+@pytest.fixture
+def terminal(monkeypatch: pytest.MonkeyPatch) -> Terminal:
+    found = Terminal()
+    monkeypatch.setattr(display.shutil, "get_terminal_size", lambda: os.terminal_size((40, 24)))
+    monkeypatch.setattr(display, "terminal_stream", lambda _: found)
+    return found
+
+
+def line_of(terminal: Terminal) -> StatusLine:
+    owner: Any = SimpleNamespace(get_terminal_writer=lambda: terminal)
+    return StatusLine(owner)
+
+
+def test_the_status_line_is_below_the_cursor_which_comes_back(terminal: Terminal) -> None:
+    line = line_of(terminal)
+    line.erase()
+    assert terminal.texts == []
+    terminal.width_of_current_line = 47
+    for _ in range(2):
+        line.draw("test_a.py::t\u00e9st", "3 s\n")
+        assert terminal.texts == ["\n\x1b[J<test_a.py::t\\xe9st  3 s?>\x1b[A\r\x1b[7C"]
+    terminal.width_of_current_line = 0
+    line.draw("test_a.py::test_b", "4 s")
+    assert terminal.texts[1:] == ["\n\x1b[J<test_a.py::test_b  4 s>\x1b[A\r"]
+    for _ in range(2):
+        line.erase()
+        assert terminal.texts[2:] == ["\n\x1b[J\x1b[A\r"]
+    assert terminal.num_flushed == 3
+    line.draw("test_a.py::test_b", "4 s")
+    assert len(terminal.texts) == 4
+    terminal.width_of_current_line = 80
+    line.draw("test_a.py::test_b", "5 s")
+    assert len(terminal.texts) == 4
+
+
+def test_the_status_line_keeps_the_last_column_free(
+    terminal: Terminal, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    line = line_of(terminal)
+    line.draw("n" * 50, "3 s")
+    assert terminal.texts[-1] == f"\n\x1b[J<..{'n' * 32}  3 s>\x1b[A\r"
+    monkeypatch.setattr(Terminal, "fileno", lambda self: 7)
+    monkeypatch.setattr(display.os, "get_terminal_size", {7: os.terminal_size((20, 24))}.get)
+    line.draw("n" * 50, "3 s")
+    assert terminal.texts[-1] == f"\n\x1b[J<..{'n' * 12}  3 s>\x1b[A\r"
+
+
+def test_a_name_that_fits_is_whole_and_a_narrow_terminal_keeps_some_of_it() -> None:
+    assert fit("n" * 12, "3 s", 17) == f"{'n' * 12}  3 s"
+    assert fit("n" * 14, "3 s of 60 s", 20) == f"..{'n' * 10}  3 s .."
+    assert fit("n" * 13, "3 s", 17) == f"..{'n' * 10}  3 s"
+    assert [width(each) for each in ("\uff21", "a", "\u0301")] == [2, 1, 0]
+
+
+def test_a_terminal_has_the_line_from_the_first_second_on(
+    terminal: Terminal, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    reporter = object.__new__(pytest.TerminalReporter)
+    reporter.stats = {"failed": [1], "error": [2, 3], "passed": [4]}
+    of_run = config(monkeypatch, reporter, terminal=True)
+    of_run.get_terminal_writer = lambda: terminal
+    monkeypatch.setattr(display, "terminal_stream", lambda _: terminal)
+    shown = ProgressDisplay(of_run, {"TERM": "xterm"})
+    limit = float("inf")
+    asks = [shown.look(Glance("a.py::b", now, limit, "", 1, "rank 0 in f")) for now in (0.9, 1.0, 2.0)]
+    assert asks == [False, True, True]
+    assert [text[4:].partition(">")[0] for text in terminal.texts] == [
+        f"<a.py::b  {now} s, 4 failed: rank 0 in f" for now in (1, 2)
+    ]
+    shown.end()
+    assert terminal.texts[2:] == ["\n\x1b[J\x1b[A\r"]
+
+
+def test_a_log_of_the_main_process_is_pytests_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    written: list[str] = []
+    reporter = object.__new__(pytest.TerminalReporter)
+    reporter.stats = {}
+    monkeypatch.setattr(pytest.TerminalReporter, "write_line", lambda _, line: written.append(line))
+    monkeypatch.setattr(pytest.TerminalReporter, "flush", lambda _: written.append("flushed"))
+    shown = ProgressDisplay(config(monkeypatch, reporter, terminal=False), {})
+    shown.look(Glance("a.py::b", 30.4, 60.4, "", 0, ""))
+    assert written == ["still running: a.py::b, 30 s of 60 s", "flushed"]
+    off = ProgressDisplay(config(monkeypatch, reporter, terminal=False, ranks_no_progress=True), {})
+    assert not off.look(Glance("a.py::b", 90.0, 100.0, "", 0, ""))
+    off.end()
+    assert len(written) == 2
+
+
+def test_a_line_beside_a_terminal_begins_below_what_is_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    written: list[str] = []
+    stream = SimpleNamespace(
+        isatty=lambda: True, encoding="ascii", write=written.append, flush=lambda: written.append("flushed")
+    )
+    of_worker = config(monkeypatch, None, terminal=False)
+    of_worker.workerinput = {"workerid": "gw3"}
+    monkeypatch.setattr(display.sys, "stderr", stream)
+    ProgressDisplay(of_worker, {}).look(Glance("a.py::\u00e9", 30.0, 60.0, "", 0, ""))
+    assert written == ["\n[gw3] still running: a.py::\\xe9, 30 s of 60 s\n", "flushed"]
