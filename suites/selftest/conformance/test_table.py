@@ -12,10 +12,13 @@ from lockstep.conformance import registry, render
 from lockstep.conformance.causes import causes
 from lockstep.conformance.changes import changes, has_worsened, only_in
 from lockstep.conformance.collecting import (
+    _ATTRIBUTE,
     ItemRecorder,
     ReportRecorder,
     _title,
     _without_the_frame,
+    read_case,
+    register,
     summary,
 )
 from lockstep.conformance.command import _items
@@ -398,6 +401,100 @@ def test_a_run_that_ended_early_says_why(tmp_path: Any) -> None:
     excinfo = SimpleNamespace(value=KeyboardInterrupt(), typename="KeyboardInterrupt")
     stopped.recorder.pytest_keyboard_interrupt(excinfo)  # type: ignore[arg-type]
     assert stopped.end(shouldfail="x").runs[0].ended == "interrupted: KeyboardInterrupt"
+
+
+def test_what_workers_send_is_part_of_the_run(tmp_path: Any) -> None:
+    run = Run(tmp_path)
+    report: Any = SimpleNamespace(nodeid="t::w", when="teardown", skipped=False, failed=False, duration=1.0)
+    about = {"items": {"t::w": ["t::w", "a", "of a worker"]}, "deselected": ["t::z", "t::q", "t::w"]}
+    setattr(report, _ATTRIBUTE, about)
+    run.recorder.pytest_runtest_logreport(report)
+    found = run.end()
+    assert found.claims["t::w"] == Claim("t::w", "of a worker")
+    assert found.cells == {"t::w": {"a": Cell((), 1.0)}}
+    assert found.runs[0].deselected == ("t::z", "t::q")
+    assert 0 <= found.runs[0].seconds < 100
+
+
+def test_warnings_are_counted_by_the_tests_that_gave_them(tmp_path: Any) -> None:
+    run = Run(tmp_path)
+    given = ("t::x", "one\nmore"), ("t::x", "one"), ("t::y", " one"), ("t::y", "two"), ("other", "one")
+    for nodeid, text in given:
+        warning: Any = SimpleNamespace(message=UserWarning(text), category=UserWarning)
+        run.recorder.pytest_warning_recorded(warning, nodeid)
+    assert run.end().warnings == {"a": {"UserWarning: one": 2, "UserWarning: two": 1}}
+
+
+def test_the_end_of_a_run_says_where_its_table_is(tmp_path: Any) -> None:
+    def said(run: Run) -> list[str]:
+        lines: list[str] = []
+        terminal: Any = SimpleNamespace(section=lines.append, line=lines.append)
+        run.recorder.pytest_terminal_summary(terminal)
+        return lines
+
+    run = Run(tmp_path)
+    assert said(run) == []
+    run.end()
+    summed_up = ["conformance", "a  0 of 2 (0 %) cases held, 0 of 2 (0 %) claims, 2 not run"]
+    assert said(run) == [*summed_up, f"written to {tmp_path}/conformance.html"]
+    (tmp_path / "file").touch()
+    other = Run(tmp_path / "file" / "below")
+    session: Any = SimpleNamespace(shouldfail=False, shouldstop=False, exitstatus=0)
+    other.recorder.pytest_sessionfinish(session, 0)
+    assert session.exitstatus == pytest.ExitCode.INTERNAL_ERROR
+    assert said(other) == [*summed_up, f"no file is written: {tmp_path}/file/below: Not a directory"]
+
+
+def test_a_run_that_lists_tests_alone_writes_no_table(tmp_path: Any) -> None:
+    def registered(given: str = "out/of", **fields: Any) -> list[str]:
+        names: list[str] = []
+        manager = SimpleNamespace(register=lambda plugin, name: names.append(name))
+        config: Any = SimpleNamespace(
+            option=SimpleNamespace(collectonly=fields.pop("collectonly", False)),
+            pluginmanager=manager,
+            invocation_params=SimpleNamespace(dir=tmp_path),
+            getoption=lambda name: given,
+            **fields,
+        )
+        register(config)
+        return names
+
+    assert registered(collectonly=True) == []
+    assert registered(workerinput={}) == ["harness-conformance-items"]
+    assert [*tmp_path.iterdir()] == []
+    assert registered() == ["harness-conformance-items", "harness-conformance-reports"]
+    assert (tmp_path / "out" / "of").is_dir()
+    (tmp_path / "file").touch()
+    with pytest.raises(pytest.UsageError, match=r"^--conformance .*/file: File exists$"):
+        registered("file")
+
+
+def test_a_report_is_a_case_with_the_name_of_its_subtest() -> None:
+    def case(
+        outcome: Any = "passed", text: Any = None, when: Any = "call", context: Any = None, **fields: Any
+    ) -> Case | None:
+        report = pytest.TestReport("t", ("t", 0, "t"), {}, outcome, text, when, **fields)
+        if context is not None:
+            report.context = context  # type: ignore[attr-defined]
+        return read_case(report)
+
+    def subtest(msg: str | None = None, **kwargs: object) -> SimpleNamespace:
+        return SimpleNamespace(msg=msg, kwargs=kwargs)
+
+    assert case() == Case("", HELD)
+    assert case(when="setup") is None
+    named = [subtest("x"), subtest("x", a=1, b=2), subtest(a=1), subtest()]
+    cases = [case(context=each) for each in named]
+    assert [each and each.name for each in cases] == ["x", "x a=1, b=2", "a=1", "a subtest"]
+    assert case("failed", "E  no", "setup") == Case("", BROKEN, text="in setup\nE  no")
+    assert case("failed", "[gw1] linux -- Python 3.12 /x\nE  no") == Case("", BROKEN, text="E  no")
+    sums = "contains 2 failed subtests"
+    assert case("failed", sums) is None
+    assert case("failed", sums, context=subtest("x")) == Case("x", BROKEN, text=sums)
+    assert case("failed", "[XPASS(strict)] it rounds") == Case("", Outcome.MENDED, "it rounds")
+    deviates = case("skipped", wasxfail="reason: [NOTRUN] it hangs")
+    assert deviates == Case("", DEVIATION, "not tried: it hangs")
+    assert case("passed", wasxfail="it rounds") == Case("", HELD)
 
 
 # Command and deviations
