@@ -14,7 +14,8 @@ from lockstep.conformance import Capability, NotOffered
 from lockstep.conformance.causes import causes
 from lockstep.conformance.collecting import read_case
 from lockstep.conformance.render import to_markdown, to_page
-from lockstep.conformance.stored import NoTable, dump, load, merge
+from lockstep.conformance.shape import WrongShape, check_shape
+from lockstep.conformance.stored import NoTable, dump, load, merge, write
 from lockstep.conformance.table import Case, Cell, Claim, Outcome, Share, SuiteRun, Table
 from lockstep.output import write_texts
 
@@ -431,3 +432,51 @@ def test_a_folder_harness_is_the_projects_own() -> None:
     text = "suites/test_a.py:1: in check\nE   ValueError: x\nFOLDER/mine.py:7: ValueError"
     assert causes(of_parameters(text.replace("FOLDER", "lockstep")))[0].where == "suites/test_a.py:1"
     assert causes(of_parameters(text.replace("FOLDER", "harness")))[0].where == "harness/mine.py:7"
+
+
+def test_merged_tables_keep_titles_and_warnings_of_each(tmp_path: Path) -> None:
+    tables = [one("A", "t", Outcome.HELD, versions={"torch": "2.13.0"}) for _ in range(3)]
+    for table, title in zip(tables, ("", "first", "second"), strict=True):
+        table.claims["t"] = Claim("t", title)
+    for table, number in zip(tables, (0, 3, 2), strict=True):
+        table.warnings["A"] = {"UserWarning: x": number}
+    assert merge(tables).claims["t"].title == "first"
+    assert merge(tables).warnings == {"A": {"UserWarning: x": 3}}
+    assert merge(tables[:1]).warnings == {"A": {"UserWarning: x": 0}}
+    other = one("A", "t", Outcome.BROKEN, versions={"torch": "2.15.1"})
+    other.warnings["A"] = {"UserWarning: y": 1}
+    apart = merge([tables[1], other])
+    assert apart.warnings == {"A 2.13": {"UserWarning: x": 3}, "A 2.15": {"UserWarning: y": 1}}
+    write(apart, tmp_path / "new" / "below")
+    assert load(tmp_path / "new" / "below" / "conformance.json") == apart
+
+
+@pytest.mark.parametrize(
+    ("number", "words"),
+    [
+        (0, ""),
+        (10**12, ""),
+        (-1, "is a number, -1, and not a count"),
+        (10**12 + 1, "is a number, one of more than 12 digits, and not a count"),
+        (1.5, "is a number, 1.5, and not a count"),
+        (True, "is a truth value, True, and not a count"),
+        (None, "is null, and not a count"),
+        ([], "is a list, and not a count"),
+        ("x" * 58, f"is a text, '{'x' * 58}', and not a count"),
+        ("x" * 59, f"is a text, '{'x' * 56}..., and not a count"),
+    ],
+)
+def test_the_number_of_a_warning_is_a_count(number: object, words: str) -> None:
+    content = {"engines": ["a"], "claims": [], "runs": [], "format": 1, "warnings": {"a": {"w": number}}}
+    if not words:
+        check_shape(content)
+        return
+    with pytest.raises(WrongShape) as caught:
+        check_shape(content)
+    assert str(caught.value) == f"warnings['a']['w'] {words}"
+
+
+def test_the_name_that_is_there_most_often_is_named() -> None:
+    content = {"engines": ["a", "b", "c", "b", "c", "c"], "claims": [], "runs": [], "format": 1}
+    with pytest.raises(WrongShape, match=r"^engines have 'c' 3 times$"):
+        check_shape(content)
