@@ -24,7 +24,7 @@ from lockstep.conformance.collecting import (
 from lockstep.conformance.command import _items
 from lockstep.conformance.deviations import Deviation
 from lockstep.conformance.registry import built_in_modules, claim_of, engine_of, engines_of
-from lockstep.conformance.table import Case, Cell, Claim, Outcome, Share, Table
+from lockstep.conformance.table import Case, Cell, Claim, Outcome, Share, SuiteRun, Table
 
 HELD, BROKEN, DEVIATION = Outcome.HELD, Outcome.BROKEN, Outcome.DEVIATION
 
@@ -244,6 +244,43 @@ def test_the_filter_finds_rows_by_outcome_and_where_engines_differ() -> None:
     found = table(a={"t1": cell(HELD), "t2": cell(HELD)}, b={"t1": cell(BROKEN), "t2": cell(HELD)})
     claims = list(found.claims.values())
     assert [render._states(found, given) for given in (claims, claims[1:], [])] == ["bhx", "h", "n"]
+
+
+def test_a_cell_leads_to_its_cause_or_to_its_deviation() -> None:
+    deviates = Cell((Case("x", DEVIATION, "it rounds"), Case("y", DEVIATION, "it waits")))
+    found = table(
+        a={"t1": broken("t1", ""), "t2": cell(HELD), "t3": deviates, "t4": Cell((Case("", DEVIATION),))},
+        b={"t1": cell(HELD), "t3": Cell((Case("x", DEVIATION, "it rounds"),))},
+    )
+    one, two, three, four = found.claims.values()
+    deviations = render._known_deviations(found)
+    assert deviations == {
+        ("a", "it rounds"): [three],
+        ("a", "it waits"): [three],
+        ("b", "it rounds"): [three],
+    }
+    first = SimpleNamespace(broken=[(one, [])], engine="a")
+    later = SimpleNamespace(broken=[(two, []), (one, [])], engine="a")
+    anchors_of_causes = render._anchors_of_causes([first, later])  # type: ignore[list-item]
+    assert anchors_of_causes == {("t1", "a"): "c0", ("t2", "a"): "c1"}
+    names = {pair: f"d{number}" for number, pair in enumerate(deviations)}
+    anchors = render._Anchors({}, anchors_of_causes, names)
+    leads = [render._link_of(found, anchors, [claim], "a") for claim in (one, two, three, four)]
+    assert leads == ["c0", "", "d0", ""]
+    assert render._link_of(found, anchors, [three], "b") == "d2"
+    assert render._link_of(found, anchors, [four, one], "a") == "c0"
+
+
+def test_a_run_is_described_with_what_it_left_out() -> None:
+    versions = {"torch": "2.13.0", "pytest": "9.0"}
+    run = SuiteRun("2026-01-01", 1.50, ("-x", "s"), versions, "complete", ("t2", "t1", "t2"))
+    words = "2026-01-01, 1.5 s, torch 2.13.0, pytest 9.0: pytest -x s"
+    assert render._described(run) == f"{words}: ran to its end."
+    ended = SuiteRun("2026-01-01", 1.50, ("-x", "s"), versions, "interrupted", ("t3", "t2"))
+    assert render._described(ended) == f"{words}: did not run to its end (interrupted)."
+    found = table(a={"t1": cell(HELD)})
+    found.runs = [run, ended]
+    assert render._left_out(found) == ["t2", "t3"]
 
 
 def test_reasons_are_escaped_and_have_links_to_issues() -> None:
