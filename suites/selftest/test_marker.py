@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from lockstep.marker import MarkError, RanksMark, read_mark
+from lockstep.marker import MarkError, RanksMark, read_mark, size_of
 from suites.selftest.project import copy_project
 from suites.selftest.warm_pytest import run_module
 
@@ -35,6 +35,63 @@ def no_gpus(pytester: pytest.Pytester) -> None:
 def test_a_mark_is_read_with_its_options(pytestconfig: pytest.Config) -> None:
     mark = mark_of(pytestconfig, 2, 4, backend="gloo", fresh=True, timeout=1.5)
     assert mark == RanksMark((2, 4), "gloo", True, 1.5)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "given", "size"),
+    [((3,), {}, 3), ((3,), {"ranks_size": 3}, 3), ((2, 4), {"ranks_size": 4}, 4)],
+)
+def test_an_item_has_the_size_that_its_parameter_chose(
+    sizes: tuple[int, ...], given: dict[str, int], size: int
+) -> None:
+    item: Any = SimpleNamespace(callspec=SimpleNamespace(params=given))
+    assert size_of(item, RanksMark(sizes)) == size
+    assert size_of(SimpleNamespace(), RanksMark((3,))) == 3  # type: ignore[arg-type]
+
+
+def test_an_item_whose_parameter_chose_no_size_of_the_mark_is_refused() -> None:
+    item: Any = SimpleNamespace(callspec=SimpleNamespace(params={"ranks_size": 2}))
+    with pytest.raises(MarkError, match=r"^ranks\(3\) on one parameter of a test whose own mark has several"):
+        size_of(item, RanksMark((3,)))
+    with pytest.raises(MarkError, match=r"^ranks\(4, 8\): several world sizes work only on a test function"):
+        size_of(item, RanksMark((4, 8)))
+    with pytest.raises(MarkError, match=r"^ranks\(4, 8\): several world sizes work only on a test function"):
+        size_of(SimpleNamespace(), RanksMark((4, 8)))  # type: ignore[arg-type]
+
+
+def test_the_mark_of_a_parameter_is_nearer_than_all_others(pytestconfig: pytest.Config) -> None:
+    marks = [pytest.mark.ranks(2).mark, pytest.mark.ranks(3).mark, pytest.mark.xfail.mark]
+    node = SimpleNamespace(
+        config=pytestconfig,
+        callspec=SimpleNamespace(marks=marks),
+        iter_markers_with_node=lambda name: iter([(None, pytest.mark.ranks(4).mark)]),
+    )
+    assert read_mark(node) == RanksMark((3,))
+    node.callspec.marks = marks[2:]
+    assert read_mark(node) == RanksMark((4,))
+
+
+def test_the_mark_of_a_class_is_nearer_than_those_of_its_bases(pytestconfig: pytest.Config) -> None:
+    class Base:
+        pytestmark = pytest.mark.ranks(2)
+
+    class Slow(Base):
+        pytestmark = [pytest.mark.xfail]  # noqa: RUF012
+
+    class Own(Slow):
+        pytestmark = [pytest.mark.xfail, pytest.mark.ranks(3)]  # noqa: RUF012
+
+    def read(cls: type, mark: pytest.MarkDecorator) -> RanksMark | None:
+        holder: Any = object.__new__(pytest.Class)
+        holder._obj = cls
+        node = SimpleNamespace(
+            config=pytestconfig, iter_markers_with_node=lambda name: iter([(holder, mark.mark)])
+        )
+        return read_mark(node)
+
+    assert read(Own, Base.pytestmark) == RanksMark((3,))
+    assert read(Slow, Base.pytestmark) == RanksMark((2,))
+    assert read(Own, pytest.mark.ranks(5)) == RanksMark((5,))
 
 
 def test_an_unmarked_node_has_no_mark() -> None:
