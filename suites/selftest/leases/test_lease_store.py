@@ -15,6 +15,8 @@ import sys
 import threading
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -123,6 +125,66 @@ def test_waiting_too_long_is_an_error_that_names_the_holders(machine: Machine) -
     held.end()
     line.join(60)
     assert [entry.name for entry in machine.store.directory.iterdir()] == ["mutex"]
+
+
+def test_a_requirement_names_the_ranks_and_gpus_that_are_missing() -> None:
+    both = Requirement(ResourceRequest(1, "/here", 2, ("0", "1"), True), 2, 4)
+    of_ranks = "2 of the 4 ranks that may run at once (ranks_at_once)"
+    assert str(both) == f"{of_ranks} and 2 of the GPUs 0, 1"
+    assert str(gpus(2, "012", exclusive=False)) == "1 of the GPUs 0, 1, 2"
+    assert str(ranks(2)) == of_ranks
+    assert str(both.request) == "pid 1 in /here (2 ranks; GPU 0, 1)"
+    assert str(ranks(1).request) == f"pid {os.getpid()} in /here (1 rank)"
+
+
+def test_a_long_wait_is_reported_once_a_minute(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
+    now, said = {"is": 0.0}, list[str]()
+
+    def sleep(seconds: float) -> None:
+        now["is"] += 2.5
+
+    clock = SimpleNamespace(monotonic=lambda: now["is"], time=lambda: 0.0, sleep=sleep)
+    held = machine.take(ranks(4))
+    waiting = Leases(machine.store, 70.0, lambda text: said.append(f"{now['is']}: {text}"))
+    monkeypatch.setattr(leases_module, "time", clock)
+    with pytest.raises(LaunchError, match=r"^waited 72 s for 1 of the 4 ranks"):
+        waiting.take(ranks(1), lambda: None)
+    text = f"waiting for {ranks(1)}, held by {ranks(4).request}"
+    assert said == [f"7.5: {text}", f"70.0: {text}"]
+    held.end()
+
+
+def test_a_wait_is_said_on_the_terminal_or_once_among_the_warnings(monkeypatch: pytest.MonkeyPatch) -> None:
+    said: list[Any] = []
+    terminal = SimpleNamespace(
+        ensure_newline=lambda: said.append("newline"),
+        write_line=said.append,
+        flush=lambda: said.append("flush"),
+    )
+    recorded = SimpleNamespace(call_historic=lambda kwargs: said.append(kwargs))
+    config: Any = SimpleNamespace(
+        pluginmanager=SimpleNamespace(get_plugin={"terminalreporter": terminal}.get),
+        stash=pytest.Stash(),
+        inipath=None,
+        rootpath="/root",
+        hook=SimpleNamespace(pytest_warning_recorded=recorded),
+    )
+    leases_module._report(config, "waiting")
+    assert said == ["newline", "waiting", "flush"]
+    said.clear()
+    monkeypatch.setenv("PYTEST_XDIST_WORKER", "gw2")
+    config.workerinput = {}
+    for _ in range(2):
+        leases_module._report(config, "waiting")
+    (given,) = said
+    message = given.pop("warning_message")
+    assert (str(message.message), message.category, message.filename, message.lineno) == (
+        "gw2 spent a long time waiting",
+        UserWarning,
+        "/root",
+        1,
+    )
+    assert given == {"when": "runtest", "nodeid": "", "location": None}
 
 
 def test_small_worlds_do_not_overtake_a_large_one(
