@@ -9,9 +9,10 @@ from typing import Any
 
 import pytest
 
-from lockstep.features.progress import display
+from lockstep.features.progress import controller, display
 from lockstep.features.progress.display import ProgressDisplay, StatusLine, fit, way_of, width
 from lockstep.features.progress.glance import Glance
+from lockstep.protocol import Progress
 from suites.selftest.progress.screen import Screen, run_in_terminal
 from suites.selftest.project import Project
 
@@ -280,3 +281,50 @@ def test_a_line_beside_a_terminal_begins_below_what_is_there(monkeypatch: pytest
     monkeypatch.setattr(display.sys, "stderr", stream)
     ProgressDisplay(of_worker, {}).look(Glance("a.py::\u00e9", 30.0, 60.0, "", 0, ""))
     assert written == ["\n[gw3] still running: a.py::\\xe9, 30 s of 60 s\n", "flushed"]
+
+
+def test_a_test_is_followed_by_the_answers_of_its_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    said: list[Any] = []
+
+    class Shown:
+        def __init__(self, config: object, environ: object) -> None:
+            said.append(config)
+
+        def look(self, glance: object) -> bool:
+            said.append(glance)
+            return True
+
+        def end(self) -> None:
+            said.append("end")
+
+    class Noted:
+        def note(self, rank: int, answer: object, now: float) -> None:
+            said.append((rank, answer, now))
+
+        def note_silent(self, silent: set[int], now: float) -> None:
+            said.append((silent, now))
+
+        def glance(self, run: object, now: float) -> object:
+            return self, run, now
+
+    monkeypatch.setattr(controller, "ProgressDisplay", Shown)
+    monkeypatch.setattr(controller, "Places", Noted)
+    monkeypatch.setattr(controller, "time", SimpleNamespace(monotonic=lambda: 7.0))
+    config, answer, run = object(), Progress(), object()
+    followed = controller.FollowedRuns(config)  # type: ignore[arg-type]
+    followed.pytest_ranks_run_ended()
+    assert said == []
+    for _ in range(2):
+        followed.pytest_ranks_answer(1, answer)
+    assert followed.pytest_ranks_probe(run, {3})  # type: ignore[arg-type]
+    *before, silent, shown_of, (places, *glance) = said
+    assert before == [(1, answer, 7.0)] * 2
+    assert (silent, shown_of, glance) == (({3}, 7.0), config, [run, 7.0])
+    said.clear()
+    assert followed.pytest_ranks_probe(run, set())  # type: ignore[arg-type]
+    assert [said[0], said[1][0] is places] == [(set(), 7.0), True]
+    followed.pytest_ranks_run_ended()
+    followed.pytest_ranks_run_begins()
+    assert followed.pytest_ranks_probe(run, set())  # type: ignore[arg-type]
+    assert said[2] == "end"
+    assert said[4][0] is not places
