@@ -591,3 +591,31 @@ def test_victims_alone_are_causes_but_for_those_that_have_heard_of_it_by_a_vote(
     lines = ranks.failure(heard, lost)
     assert lines[:2] == ["rank 1 of 2 failed", "rank 0: passed this example"]
     assert ranks.failure(heard)[0] == "rank 0 of 1 failed"
+
+
+def test_problems_of_set_up_and_call_stand_together_without_victims_in_the_tear_down(ranks: Ranks) -> None:
+    early = [made("setup", "failed", "E   ValueError: no", stop=3.0), made("teardown", "passed", None)]
+    lost = made("teardown", "failed", f"E   RuntimeError: {LOST}")
+    late = [made("setup", "passed", None), made("call", "failed", "E   KeyError: no", stop=4.0), lost]
+    reports = ranks.merge(ranks.of(0, early), ranks.of(1, late))
+    outcomes = [(report.when, report.outcome) for report in reports]
+    assert outcomes == [("setup", "failed"), ("teardown", "passed")]
+    assert reports[0].longreprtext.splitlines()[:2] == [
+        "rank 0 of 2 failed first",
+        "rank 1: failed, see below",
+    ]
+
+
+def test_a_disagreement_is_at_the_line_of_the_skip(ranks: Ranks) -> None:
+    reports = ranks.merge(ranks.rank(0), ranks.rank(1, "skipped", "why"))
+    crash: Any = reports[1].longrepr.reprcrash  # type: ignore[union-attr]
+    assert (crash.path, crash.lineno, crash.message) == ("a.py", 4, "rank 1: ranks disagree")
+
+
+def test_what_is_shown_of_ranks_without_a_report_has_its_word(ranks: Ranks) -> None:
+    def head(**fields: Any) -> str:
+        dead = (died(ranks, number, **fields) for number in (0, 1))
+        return ranks.failure(*dead)[0]
+
+    assert head() == "all 2 ranks died: SIGKILL"
+    assert head(output="x") == "all 2 ranks died: SIGKILL, with the same last output; this is rank 0's"
