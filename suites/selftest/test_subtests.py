@@ -64,7 +64,7 @@ class AloneInTheWorld:
         (functools.partial(print), "partial"),
         (Options, "Options"),
         (" a,  b ", "_a_b_"),
-        (f"{object()}", "<object_object>"),
+        ("<object object at 0x7f2198e54b70>", "<object_object>"),
         (torch.float16, "float16"),
         (None, "None"),
         (True, "True"),
