@@ -2,26 +2,31 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+import contextlib
+import sys
+import unittest
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
-from unittest.mock import Mock
+from unittest.mock import Mock, call
 
 import pytest
 import torch
 from hypothesis import stateful
 from hypothesis import strategies as st
-from hypothesis.database import InMemoryExampleDatabase
+from hypothesis.database import InMemoryExampleDatabase, choices_from_bytes
+from hypothesis.errors import UnsatisfiedAssumption
 from hypothesis.internal.conjecture import providers
-from hypothesis.internal.conjecture.data import ConjectureData
+from hypothesis.internal.conjecture.data import ConjectureData, DataObserver, Status
 
+from lockstep.exceptions import PeerFailed
 from lockstep.features.properties.attempt import Attempt
 from lockstep.features.properties.crashed import CrashGuard, RankCrashed
 from lockstep.features.properties.crashed_examples import CrashSearch, find_smallest
 from lockstep.features.properties.desync import END, OutOfStep, describe_draws
-from lockstep.features.properties.examples import Examples
+from lockstep.features.properties.examples import ABORT_AFTER, MAX_HUNG, Examples
 from lockstep.features.properties.execution import LockstepDatabase, SharedConstants
 from lockstep.features.properties.hypothesis_internals import call_before_rules
 from lockstep.features.properties.messages import (
@@ -31,6 +36,7 @@ from lockstep.features.properties.messages import (
     CrashedExample,
     Drawn,
     ExampleResult,
+    Origin,
     RunningExample,
     RunningExampleFile,
     Search,
@@ -38,8 +44,9 @@ from lockstep.features.properties.messages import (
 )
 from lockstep.features.properties.plugin import Searches
 from lockstep.features.properties.rank import Properties
-from lockstep.protocol import Finished, RankStatus, RunItem, Vote
+from lockstep.protocol import TRIAL, VICTIM_OF_A_TRIAL, Finished, RankStatus, RunItem, Vote
 from lockstep.rank.world_fixture import RankWorld
+from lockstep.recorders import ExecutionLog
 from lockstep.specification import RankSpec, SessionSpec, WorldKey
 from lockstep.world.diagnosis import Diagnosis
 from lockstep.world.outcome import Died, Fate, ItemOutcome, RankOutcome, Stuck
@@ -288,6 +295,165 @@ def test_the_draws_of_the_slowest_rank_and_the_best_targets_count(tmp_path: Path
     assert attempt.data.target_observations == {"loss": 2.0, "norm": 3.0}
 
 
+def _attempt(tmp_path: Path, *choices: Any, engine: Any = None) -> Attempt:
+    running = RunningExampleFile(str(tmp_path / "running"))
+    running.begin(1, 1)
+    return Attempt(ConjectureData.for_choices(choices, observer=engine), running, CrashGuard(running))
+
+
+def _raising(error: BaseException) -> Callable[..., object]:
+    def run(*_: object) -> object:
+        raise error
+
+    return run
+
+
+@pytest.mark.parametrize(
+    ("run", "outcome", "reason"),
+    [
+        (lambda data, _: data.draw_integer(0, 9), "passed", ""),
+        (lambda data, _: [data.draw_integer(0, 9) for _ in range(3)], "gave up on", "too much data drawn"),
+        (lambda data, _: data.mark_invalid(), "rejected", ""),
+        (_raising(UnsatisfiedAssumption()), "rejected", ""),
+        (_raising(UnsatisfiedAssumption("odd")), "rejected", "odd"),
+        (_raising(pytest.skip.Exception("no GPU")), "skipped", "no GPU"),
+        (_raising(unittest.SkipTest("no file")), "skipped", "no file"),
+    ],
+)
+def test_an_example_that_does_not_fail_ends_with_its_reason(
+    tmp_path: Path, run: Callable[[ConjectureData, object], object], outcome: str, reason: str
+) -> None:
+    attempt = _attempt(tmp_path, 4)
+    attempt.run(run, print)
+    vote = attempt.vote("example 1", 1.5)
+    result = ExampleResult.unpack(vote.more)
+    assert (vote.case, vote.outcome, vote.reason, vote.renews_deadline) == (
+        "example 1",
+        outcome,
+        reason,
+        True,
+    )
+    assert (result.seconds, result.origin, result.lost_connection) == (1.5, None, False)
+    assert attempt.result == (4 if outcome == "passed" else None)
+
+
+@pytest.mark.parametrize(
+    ("words", "lost"), [("no such value", False), ("[gloo] Connection closed by peer", True)]
+)
+def test_a_failing_example_is_identified_and_a_lost_connection_is_known(
+    tmp_path: Path, words: str, lost: bool
+) -> None:
+    attempt = _attempt(tmp_path)
+    attempt.run(_raising(RuntimeError(words)), print)
+    vote = attempt.vote("example 1", 0.0)
+    result = ExampleResult.unpack(vote.more)
+    assert (vote.outcome, vote.reason, result.lost_connection) == ("failed", "", lost)
+    assert result.origin is not None
+    assert (result.origin.exception, result.origin.filename) == ("RuntimeError", __file__)
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt(), pytest.exit.Exception("enough")])
+def test_an_example_that_ends_the_run_does_so_at_once(tmp_path: Path, error: BaseException) -> None:
+    attempt = _attempt(tmp_path)
+    with pytest.raises(type(error)):
+        attempt.run(_raising(error), print)
+    assert attempt.error is None
+
+
+def test_the_engine_sees_draws_and_their_end_only_when_they_are_handed_over(tmp_path: Path) -> None:
+    engine = Mock(spec=DataObserver)
+    attempt = _attempt(tmp_path, 4, True, 0.5, engine=engine)
+
+    def run(data: ConjectureData, _: object) -> None:
+        data.draw_integer(0, 9)
+        data.draw_boolean(forced=True)
+        data.observer.kill_branch()
+        data.draw_float(0.0, 1.0)
+
+    attempt.run(run, print)
+    attempt.data.freeze()
+    assert engine.mock_calls == []
+    read = read_running_example(str(tmp_path / "running"))
+    assert read is not None
+    assert choices_from_bytes(read.choices) == (4, True, 0.5)
+    attempt.recorder.hand_over()
+    names = ["draw_integer", "draw_boolean", "kill_branch", "draw_float", "conclude_test"]
+    assert [name for name, _, _ in engine.mock_calls] == names
+    integer, boolean, _, real, end = engine.mock_calls
+    assert (integer.args, integer.kwargs["was_forced"], integer.kwargs["constraints"]["max_value"]) == (
+        (4,),
+        False,
+        9,
+    )
+    assert (boolean.args, boolean.kwargs["was_forced"], real.args) == ((True,), True, (0.5,))
+    assert end.args == (Status.VALID, None)
+    assert attempt.data.observer is engine
+
+
+def test_an_example_that_has_no_end_yet_is_handed_over_without_one(tmp_path: Path) -> None:
+    engine = Mock(spec=DataObserver)
+    attempt = _attempt(tmp_path, 4, engine=engine)
+    attempt.data.draw_integer(0, 9)
+    attempt.recorder.hand_over()
+    assert [name for name, _, _ in engine.mock_calls] == ["draw_integer"]
+
+
+def test_draws_in_words_have_their_bounds_and_their_argument(tmp_path: Path) -> None:
+    attempt = _attempt(tmp_path, 4, 0.5, 7, b"x" * 100)
+    data = attempt.data
+    data.draw(st.integers(0, 9), observe_as="generate:x")
+    data.draw(st.floats(0, 1), observe_as="generate:y")
+    data.observer.kill_branch()
+    data.draw_integer(0, None)
+    data.draw_bytes()
+    found = attempt.recorder.describe()
+    assert found[:3] == [
+        Drawn("4 (integer of 0 to 9)", "x"),
+        Drawn("0.5 (float)", "y"),
+        Drawn("7 (integer)", ""),
+    ]
+    assert len(found) == 4
+    assert len(found[3].value) < 100
+
+
+def test_draws_are_the_same_if_values_bounds_and_structure_are(tmp_path: Path) -> None:
+    def digest(draw: Callable[[ConjectureData], object]) -> bytes:
+        attempt = _attempt(tmp_path, 4, 5)
+        draw(attempt.data)
+        return attempt.recorder.digest()
+
+    def draw_in_span(data: ConjectureData) -> None:
+        data.start_span(1)
+        data.draw_integer(0, 9)
+        data.stop_span()
+
+    draws: list[Callable[[ConjectureData], object]] = [
+        lambda data: data.draw_integer(0, 9),
+        lambda data: data.draw_integer(0, 8),
+        lambda data: data.draw_integer(0, None),
+        lambda data: [data.draw_integer(0, 9), data.draw_integer(0, 9)],
+        draw_in_span,
+    ]
+    found = [digest(draw) for draw in draws]
+    assert found == [digest(draw) for draw in draws]
+    assert len(set(found)) == len(draws)
+    assert {len(each) for each in found} == {16}
+
+
+def test_an_example_takes_over_the_draws_of_another_up_to_where_it_stopped(tmp_path: Path) -> None:
+    engine = Mock(spec=DataObserver)
+    of_other, mine = _attempt(tmp_path, 4), _attempt(tmp_path, 4, 5, engine=engine)
+    of_other.data.draw_integer(0, 9)
+    for _ in range(2):
+        mine.data.draw_integer(0, 9)
+    mine.data.freeze()
+    mine.take_over(of_other.keep())
+    assert (mine.recorder.events, mine.data.choices) == (of_other.recorder.events, (4,))
+    assert mine.recorder.digest() == of_other.recorder.digest()
+    mine.recorder.hand_over()
+    assert [name for name, _, _ in engine.mock_calls] == ["draw_integer"]
+
+
 class _OtherRank:
     """Votes as a rank 0 that has read only one constant."""
 
@@ -342,6 +508,274 @@ def test_a_property_may_end_after_another_rank_has_ended_it(tmp_path: Path) -> N
     rank.spec.path_of.return_value = str(tmp_path / "running")
     Examples(rank, records=False).end_run()
     assert [(vote.case, vote.outcome) for vote in votes] == [(END, "ended it")]
+
+
+class _Peers:
+    """Votes of two ranks, of which this process is one; the other answers each vote of this one."""
+
+    def __init__(self, tmp_path: Path, answer: Callable[[Vote], Vote], *, rank: int = 0) -> None:
+        self.votes: list[Vote] = []
+        self.waits: list[float | None] = []
+        self.path = str(tmp_path / "running")
+        self.in_vote: list[RunningExample | None] = []
+
+        def agree(vote: Vote, abort_after: float | None) -> tuple[Vote, ...]:
+            self.votes.append(vote)
+            self.waits.append(abort_after)
+            self.in_vote.append(read_running_example(self.path))
+            return (vote, answer(vote)) if rank == 0 else (answer(vote), vote)
+
+        self.rank = Mock(agree=agree)
+        self.rank.spec.path_of.return_value, self.rank.spec.rank = self.path, rank
+        self.rank.group.is_aborted = False
+        self.examples = Examples(self.rank, records=False)
+        self.examples.begin_item(Search())
+
+    def run(self, act: Callable[[ConjectureData], object], *choices: Any, engine: Any = None) -> object:
+        data = ConjectureData.for_choices(choices, observer=engine)
+        return self.examples.run(lambda data, _: act(data), data, print)
+
+
+def _same(vote: Vote) -> Vote:
+    return vote
+
+
+def _with_result(vote: Vote, outcome: str, **changes: Any) -> Vote:
+    """Return the vote of a rank in the same example with another outcome and result."""
+    result = replace(ExampleResult.unpack(vote.more), **changes)
+    return replace(vote, outcome=outcome, more=result.pack())
+
+
+def _fail(_: ConjectureData) -> None:
+    raise ValueError("wrong")
+
+
+ORIGIN = Origin("all of it", "ValueError", "elsewhere.py", 3)
+
+
+def _other_failed(vote: Vote) -> Vote:
+    if not vote.case.startswith(TRIAL):
+        return vote
+    return _with_result(vote, "failed", origin=ORIGIN, lost_connection=False)
+
+
+def test_an_example_that_passes_on_all_ranks_is_one_step_of_the_search(tmp_path: Path) -> None:
+    def answer(vote: Vote) -> Vote:
+        return _with_result(vote, "passed", seconds=40.0, targets={"loss": 2.0})
+
+    peers, engine = _Peers(tmp_path, answer, rank=1), Mock(spec=DataObserver)
+    peers.examples.begin_run = Mock()  # type: ignore[method-assign]
+    for _ in range(2):
+        assert peers.run(lambda data: data.draw_integer(0, 9), 4, engine=engine) == 4
+    assert [vote.case for vote in peers.votes] == [f"{TRIAL}1", f"{TRIAL}2"]
+    assert peers.rank.begin_case.mock_calls == [call(f"{TRIAL}{each}", f"{TRIAL}{each}") for each in (1, 2)]
+    assert [each.number for each in peers.in_vote if each is not None] == [1, 2]
+    assert read_running_example(peers.path) is None
+    assert (peers.waits, peers.examples.clock.monotonic()) == ([None, None], 40.0)
+    assert engine.draw_integer.call_count == 2
+    assert not peers.examples.must_stop()
+    assert peers.rank.repair.mock_calls == []
+
+
+def test_an_example_that_all_ranks_reject_is_rejected(tmp_path: Path) -> None:
+    peers = _Peers(tmp_path, _same)
+    with pytest.raises(UnsatisfiedAssumption, match="odd"):
+        peers.run(_raising(UnsatisfiedAssumption("odd")))
+    assert peers.waits == [None]
+
+
+def test_ranks_that_decide_differently_are_out_of_step(tmp_path: Path) -> None:
+    peers = _Peers(tmp_path, lambda vote: replace(vote, outcome="rejected", reason="odd"))
+    with pytest.raises(OutOfStep, match=r"rank 0 passed it; rank 1 rejected it \(odd\)"):
+        peers.run(print)
+
+
+def test_ranks_that_draw_differently_are_out_of_step(tmp_path: Path) -> None:
+    def answer(vote: Vote) -> Vote:
+        if vote.case.startswith(TRIAL):
+            return _with_result(vote, "passed", choices=b"another")
+        return replace(vote, more=[Drawn("5 (integer of 0 to 9)", "")])
+
+    peers = _Peers(tmp_path, answer)
+    with pytest.raises(OutOfStep, match=r"rank 0 drew 4 \(integer of 0 to 9\); rank 1 drew 5 \(integer"):
+        peers.run(lambda data: data.draw_integer(0, 9), 4)
+    assert [vote.case for vote in peers.votes] == [f"{TRIAL}1", f"the draws of {TRIAL}1"]
+
+
+def test_a_failure_on_this_rank_frees_the_others_and_is_raised(tmp_path: Path) -> None:
+    peers = _Peers(tmp_path, lambda vote: _with_result(vote, "passed") if vote.outcome == "failed" else vote)
+    with pytest.raises(ValueError, match="wrong") as failure:
+        peers.run(_fail)
+    assert peers.waits == [ABORT_AFTER, None]
+    assert peers.votes[1].case == f"the end of {TRIAL}1"
+    assert peers.votes[1].renews_deadline
+    assert peers.rank.repair.mock_calls == []
+    assert vars(failure.value)["_lockstep_origin"].exc_type.__name__ == "ValueError"
+    assert read_running_example(peers.path) is None
+
+
+def test_a_failure_on_another_rank_fails_the_example_here_at_its_line(tmp_path: Path) -> None:
+    peers, engine = _Peers(tmp_path, _other_failed), Mock(spec=DataObserver)
+    with pytest.raises(PeerFailed) as failure:
+        peers.run(lambda data: data.draw_integer(0, 9), 4, engine=engine)
+    assert str(failure.value) == f"{VICTIM_OF_A_TRIAL}rank 1"
+    origin = vars(failure.value)["_lockstep_origin"]
+    assert (origin.exc_type.__name__, origin.filename, origin.lineno) == ("ValueError", "elsewhere.py", 3)
+    assert engine.draw_integer.call_count == 1
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_rank_whose_connection_broke_is_not_the_culprit(tmp_path: Path, rank: int) -> None:
+    peers = _Peers(tmp_path, _other_failed, rank=rank)
+    with pytest.raises(RuntimeError, match="gloo") as failure:
+        peers.run(_raising(RuntimeError("[gloo] Connection closed by peer")))
+    assert vars(failure.value)["_lockstep_origin"].filename == "elsewhere.py"
+    assert not peers.examples.must_stop()
+
+
+def test_a_broken_connection_where_another_rank_left_early_is_out_of_step(tmp_path: Path) -> None:
+    def answer(vote: Vote) -> Vote:
+        return replace(_with_result(vote, "skipped", origin=None, lost_connection=False), reason="no GPU")
+
+    peers = _Peers(tmp_path, lambda vote: answer(vote) if vote.case == f"{TRIAL}1" else vote)
+    with pytest.raises(OutOfStep, match=r"rank 0 failed it; rank 1 skipped it \(no GPU\)"):
+        peers.run(_raising(RuntimeError("[gloo] Connection closed by peer")))
+
+
+@pytest.mark.parametrize(("rank", "kept"), [(0, (5,)), (1, (4,))])
+def test_all_ranks_take_the_draws_of_the_first_that_failed(
+    tmp_path: Path, rank: int, kept: tuple[int, ...]
+) -> None:
+    (tmp_path / "other").mkdir()
+    other = _attempt(tmp_path / "other", 5)
+    other.data.draw_integer(0, 9)
+
+    def answer(vote: Vote) -> Vote:
+        if vote.case == f"{TRIAL}1":
+            return _with_result(vote, "passed" if rank else "failed", choices=b"another", origin=ORIGIN)
+        return replace(vote, more=other.keep()) if vote.case.startswith("what") else vote
+
+    peers, engine = _Peers(tmp_path, answer, rank=rank), Mock(spec=DataObserver)
+
+    def act(data: ConjectureData) -> None:
+        data.draw_integer(0, 9)
+        if rank:
+            _fail(data)
+
+    with pytest.raises(ValueError if rank else PeerFailed, match="wrong" if rank else "rank 1"):
+        peers.run(act, 4, engine=engine)
+    assert engine.draw_integer.call_args.args == kept
+    handed = [vote.more is not None for vote in peers.votes if vote.case == f"what {TRIAL}1 has drawn"]
+    assert handed == [bool(rank)]
+
+
+@pytest.mark.parametrize(("here", "there"), [(True, True), (False, True), (True, False), (False, None)])
+def test_a_group_that_a_failure_has_broken_is_made_again(
+    tmp_path: Path, here: bool, there: bool | None
+) -> None:
+    def answer(vote: Vote) -> Vote:
+        if vote.case != f"the end of {TRIAL}1":
+            return vote
+        _, collectives, groups = vote.more
+        state = (False, collectives + 1, groups) if there is None else (there, collectives, groups)
+        return replace(vote, more=state)
+
+    peers = _Peers(tmp_path, answer)
+    peers.rank.group.is_aborted = here
+    tracers: list[object] = []
+    peers.rank.repair = lambda: tracers.append(sys.gettrace())
+    before = sys.gettrace()
+    sys.settrace(lambda *_: None)
+    try:
+        with pytest.raises(ValueError, match="wrong"):
+            peers.run(_fail)
+        after = sys.gettrace()
+    finally:
+        sys.settrace(before)
+    assert tracers == [None]
+    assert after is not None
+
+
+def test_a_search_ends_once_examples_in_which_no_rank_went_on_took_too_long(tmp_path: Path) -> None:
+    seconds = iter([15.0, MAX_HUNG, MAX_HUNG + 1])
+
+    def answer(vote: Vote) -> Vote:
+        if not vote.case.startswith(TRIAL):
+            return vote
+        return _with_result(vote, "failed", seconds=next(seconds))
+
+    peers = _Peers(tmp_path, answer, rank=1)
+    stopped = []
+    for _ in range(3):
+        with pytest.raises(RuntimeError):
+            peers.run(_raising(RuntimeError("[gloo] Connection closed by peer")))
+        stopped.append(peers.examples.must_stop())
+    assert stopped == [False, False, True]
+    peers.examples.begin_item(Search())
+    assert not peers.examples.must_stop()
+    assert peers.examples.clock.now == 0.0
+
+
+@pytest.mark.parametrize(("continues", "has_met", "stops"), [(0, 1, True), (1, 1, False), (0, 0, False)])
+def test_a_search_that_is_not_to_continue_ends_with_its_last_crash(
+    tmp_path: Path, continues: int, has_met: int, stops: bool
+) -> None:
+    peers = _Peers(tmp_path, _same)
+    peers.examples.seed = 7
+    peers.examples.begin_item(Search(continues=bool(continues)))
+    assert (peers.examples.is_active, peers.examples.seed) == (True, None)
+    peers.examples.crash_guard.has_met_last = bool(has_met)
+    assert peers.examples.must_stop() is stops
+
+
+def test_ranks_begin_a_property_with_facts_in_any_order(tmp_path: Path) -> None:
+    peers = _Peers(tmp_path, _same)
+    for facts in ({"test": "x", "seed": "5"}, {"seed": "5", "test": "x"}):
+        peers.examples.begin_run("f", facts)
+        for _ in range(2):
+            peers.run(lambda data: data.draw_integer(0, 9), 4)
+    begun = [vote for vote in peers.votes if vote.case == "the property f"]
+    assert [vote.outcome for vote in begun] == ["exchanged", "exchanged"]
+    assert begun[0].more == begun[1].more
+    assert [(each.run, each.number) for each in peers.in_vote if each is not None] == [
+        (1, 1),
+        (1, 2),
+        (2, 1),
+        (2, 2),
+    ]
+
+
+def test_a_body_runs_in_the_context_of_other_features(tmp_path: Path) -> None:
+    peers = _Peers(tmp_path, _same)
+    entered: list[str] = []
+
+    @contextlib.contextmanager
+    def context() -> Iterator[None]:
+        entered.append("in")
+        yield
+        entered.append("out")
+
+    for found in (None, context()):
+        peers.rank.hook.pytest_ranks_example.return_value = found
+        body = peers.examples.wrap_body(lambda *given, **named: entered.append("body") or (given, named))
+        assert body(1, two=2) == ((1,), {"two": 2})
+    assert entered == ["body", "in", "body", "out"]
+
+
+def test_examples_are_recorded_where_a_rank_records(tmp_path: Path) -> None:
+    peers = _Peers(tmp_path, _same)
+    assert isinstance(peers.examples.recorded(), contextlib.nullcontext)
+    peers.rank.spec.session.cwd = str(tmp_path)
+    assert isinstance(Examples(peers.rank, records=True).recorded(), ExecutionLog)
+
+
+def test_the_crash_of_a_rank_in_step_is_not_run_again(tmp_path: Path) -> None:
+    peers = _Peers(tmp_path, _same)
+    peers.examples.begin_item(Search(crashed=(CrashedExample(RunningExample(0, 1, b"", True), "how"),)))
+    body = peers.examples.crash_guard.wrap_body(lambda: "never")
+    with pytest.raises(RankCrashed):
+        peers.run(lambda _: body())
+    assert peers.votes[0].outcome == "failed"
 
 
 def test_draws_in_bounds_that_read_alike_are_named_by_their_example() -> None:
