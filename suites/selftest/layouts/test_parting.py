@@ -18,50 +18,48 @@ from lockstep.layouts.parting import (
     _are_within,
     describe_parting,
 )
+from suites.selftest.layouts.model import OnPaper
 
+PAPER = OnPaper(dp=2, tp=2)
 WHOLE = torch.randn(24, 8, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
 
 
-def compare(layout: Layout, **held: dict[int, torch.Tensor]) -> Comparison:
+def compare(**held: dict[int, torch.Tensor]) -> Comparison:
     """Return the comparison of what ranks hold with the same rows, by module."""
     by_rank = {rank: {name: each[rank] for name, each in held.items()} for rank in range(4)}
-    return Comparison(layout, ShardMap({"up.weight": Sharded("tp")}), dict.fromkeys(held, WHOLE), by_rank)
+    return Comparison(PAPER, ShardMap({"up.weight": Sharded("tp")}), dict.fromkeys(held, WHOLE), by_rank)
 
 
-def rows(layout: Layout, rank: int) -> torch.Tensor:
-    return WHOLE.chunk(2)[layout.at("dp", rank)]
+def rows(rank: int) -> torch.Tensor:
+    return WHOLE.chunk(2)[PAPER.at("dp", rank)]
 
 
-@pytest.mark.layouts(dp=(2,), tp=(2,))
-def test_columns_are_those_of_the_axis_that_cuts_them(layout: Layout) -> None:
-    cut = {rank: rows(layout, rank).chunk(2, 1)[layout.at("tp", rank)] for rank in range(4)}
+def test_columns_are_those_of_the_axis_that_cuts_them() -> None:
+    cut = {rank: rows(rank).chunk(2, 1)[PAPER.at("tp", rank)] for rank in range(4)}
     other = {rank: each + 1 for rank, each in cut.items()}
-    found = compare(layout, head=cut, up=cut, down=other)
+    found = compare(head=cut, up=cut, down=other)
     assert (found.status("head"), found.status("up"), found.status("down")) == (SAME, SAME, DIFFERENT)
 
 
-@pytest.mark.layouts(dp=(2,), tp=(2,))
-def test_ranks_with_the_same_columns_have_all_rows(layout: Layout) -> None:
-    of_dp_0 = {rank: WHOLE.chunk(2)[0].chunk(2, 1)[layout.at("tp", rank)] for rank in range(4)}
-    assert compare(layout, up=of_dp_0).status("up") == UNEVEN
+def test_ranks_with_the_same_columns_have_all_rows() -> None:
+    of_dp_0 = {rank: WHOLE.chunk(2)[0].chunk(2, 1)[PAPER.at("tp", rank)] for rank in range(4)}
+    assert compare(up=of_dp_0).status("up") == UNEVEN
 
 
-@pytest.mark.layouts(dp=(2,), tp=(2,))
 @pytest.mark.parametrize(
     ("first", "second"), [(13, 12), (12, 13), (11, 12)], ids=["twice", "lost", "dropped"]
 )
-def test_rows_that_ranks_read_twice_or_never_are_named(layout: Layout, first: int, second: int) -> None:
-    read = {rank: WHOLE[second:] if layout.at("dp", rank) else WHOLE[:first] for rank in range(4)}
-    found = compare(layout, embed=read, head={rank: each + 1 for rank, each in read.items()})
+def test_rows_that_ranks_read_twice_or_never_are_named(first: int, second: int) -> None:
+    read = {rank: WHOLE[second:] if PAPER.at("dp", rank) else WHOLE[:first] for rank in range(4)}
+    found = compare(embed=read, head={rank: each + 1 for rank, each in read.items()})
     text = "first divergence: the rows of the batch, of which ranks read some more often than others"
     assert describe_parting(found, found) == text
 
 
-@pytest.mark.layouts(dp=(2,), tp=(2,))
-def test_a_rank_may_have_no_rows(layout: Layout) -> None:
+def test_a_rank_may_have_no_rows() -> None:
     none = dict.fromkeys(range(4), WHOLE[:0])
-    of_dp_0 = {rank: WHOLE if layout.at("dp", rank) == 0 else WHOLE[:0] for rank in range(4)}
-    found = compare(layout, embed=of_dp_0, head=none)
+    of_dp_0 = {rank: WHOLE if PAPER.at("dp", rank) == 0 else WHOLE[:0] for rank in range(4)}
+    found = compare(embed=of_dp_0, head=none)
     assert (found.status("embed"), found.status("head")) == (SAME, UNEVEN)
 
 
@@ -75,11 +73,10 @@ def test_axes_that_the_layout_itself_looks_at_are_not_asked_for(layout: Layout) 
     assert layout.asked == {"cp", "tp"}
 
 
-@pytest.mark.layouts(dp=(2,), tp=(2,))
-def test_a_loss_that_goes_wrong_itself_is_named(layout: Layout) -> None:
-    right = {rank: rows(layout, rank) for rank in range(4)}
+def test_a_loss_that_goes_wrong_itself_is_named() -> None:
+    right = {rank: rows(rank) for rank in range(4)}
     wrong = {rank: each + 1 for rank, each in right.items()}
-    outputs, gradients = compare(layout, embed=right, head=right), compare(layout, embed=wrong, head=wrong)
+    outputs, gradients = compare(embed=right, head=right), compare(embed=wrong, head=wrong)
     text = "all outputs agree, the gradient of the last one (`head`) differs: look at the loss"
     assert describe_parting(outputs, gradients) == text
 
@@ -94,34 +91,30 @@ def test_modules_that_a_forward_calls_several_times_are_left_out() -> None:
     assert [list(each) for each in trace.joined()] == [["0", "2", ""]] * 2
 
 
-@pytest.mark.layouts(dp=(2,), tp=(2,))
-def test_of_columns_in_a_cut_of_the_plan_nothing_is_said(layout: Layout) -> None:
+def test_of_columns_in_a_cut_of_the_plan_nothing_is_said() -> None:
     chunks = {0: (0, 3), 1: (1, 2)}
     cut = {
-        rank: torch.cat(
-            [rows(layout, rank).chunk(4, 1)[each] for each in chunks[layout.at("tp", rank)]], dim=1
-        )
+        rank: torch.cat([rows(rank).chunk(4, 1)[each] for each in chunks[PAPER.at("tp", rank)]], dim=1)
         for rank in range(4)
     }
     mixed = {rank: torch.cat([each[:, :2], each[:, 2:].roll(1, 0)], 1) for rank, each in cut.items()}
-    found = compare(layout, out=cut, up=cut, down=mixed)
+    found = compare(out=cut, up=cut, down=mixed)
     assert (found.status("out"), found.status("up"), found.status("down")) == (UNKNOWN, DIFFERENT, DIFFERENT)
 
 
-@pytest.mark.layouts(dp=(2,), tp=(2,))
-def test_a_sum_that_is_made_later_is_not_missing(layout: Layout) -> None:
-    right = {rank: rows(layout, rank) for rank in range(4)}
+def test_a_sum_that_is_made_later_is_not_missing() -> None:
+    right = {rank: rows(rank) for rank in range(4)}
     half = {rank: each / 2 for rank, each in right.items()}
     wrong = {rank: each + 1 for rank, each in right.items()}
-    outputs = compare(layout, embed=right, up=right, norm=right, head=right)
-    later = compare(layout, embed=wrong, up=right, norm=half, head=right)
-    missing = compare(layout, embed=wrong, up=wrong, norm=half, head=right)
+    outputs = compare(embed=right, up=right, norm=right, head=right)
+    later = compare(embed=wrong, up=right, norm=half, head=right)
+    missing = compare(embed=wrong, up=wrong, norm=half, head=right)
     place = "first divergence: the gradient of the output of"
     assert describe_parting(outputs, later) == f"{place} `embed`; all outputs agree"
     assert (
         describe_parting(outputs, missing) == f"{place} `norm`, which lacks a sum over tp; all outputs agree"
     )
-    wrong_outputs = compare(layout, embed=right, out=half, head=wrong)
+    wrong_outputs = compare(embed=right, out=half, head=wrong)
     text = "first divergence: the output of `head`; that of `out` is right after a sum over tp"
     assert describe_parting(wrong_outputs, later) == text
 
