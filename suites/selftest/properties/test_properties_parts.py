@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import random
 import sys
 import unittest
 from collections.abc import Callable, Iterable, Iterator
@@ -14,7 +15,7 @@ from unittest.mock import Mock, call
 
 import pytest
 import torch
-from hypothesis import stateful
+from hypothesis import core, stateful
 from hypothesis import strategies as st
 from hypothesis.database import InMemoryExampleDatabase, choices_from_bytes
 from hypothesis.errors import UnsatisfiedAssumption
@@ -22,6 +23,7 @@ from hypothesis.internal.conjecture import providers
 from hypothesis.internal.conjecture.data import ConjectureData, DataObserver, Status
 
 from lockstep.exceptions import PeerFailed
+from lockstep.features.properties import examples
 from lockstep.features.properties.attempt import Attempt
 from lockstep.features.properties.crashed import CrashGuard, RankCrashed
 from lockstep.features.properties.crashed_examples import CrashSearch, find_smallest
@@ -507,7 +509,7 @@ def test_a_property_may_end_after_another_rank_has_ended_it(tmp_path: Path) -> N
     rank = Mock(agree=agree)
     rank.spec.path_of.return_value = str(tmp_path / "running")
     Examples(rank, records=False).end_run()
-    assert [(vote.case, vote.outcome) for vote in votes] == [(END, "ended it")]
+    assert [(vote.case, vote.outcome, vote.renews_deadline) for vote in votes] == [(END, "ended it", True)]
 
 
 class _Peers:
@@ -532,8 +534,8 @@ class _Peers:
         self.examples.begin_item(Search())
 
     def run(self, act: Callable[[ConjectureData], object], *choices: Any, engine: Any = None) -> object:
-        data = ConjectureData.for_choices(choices, observer=engine)
-        return self.examples.run(lambda data, _: act(data), data, print)
+        self.data = ConjectureData.for_choices(choices, observer=engine)
+        return self.examples.run(lambda data, _: act(data), self.data, print)
 
 
 def _same(vote: Vote) -> Vote:
@@ -556,7 +558,8 @@ ORIGIN = Origin("all of it", "ValueError", "elsewhere.py", 3)
 def _other_failed(vote: Vote) -> Vote:
     if not vote.case.startswith(TRIAL):
         return vote
-    return _with_result(vote, "failed", origin=ORIGIN, lost_connection=False)
+    changes = {"origin": ORIGIN, "lost_connection": False, "seconds": MAX_HUNG * 2, "targets": {"loss": 2.0}}
+    return _with_result(vote, "failed", **changes)
 
 
 def test_an_example_that_passes_on_all_ranks_is_one_step_of_the_search(tmp_path: Path) -> None:
@@ -564,7 +567,6 @@ def test_an_example_that_passes_on_all_ranks_is_one_step_of_the_search(tmp_path:
         return _with_result(vote, "passed", seconds=40.0, targets={"loss": 2.0})
 
     peers, engine = _Peers(tmp_path, answer, rank=1), Mock(spec=DataObserver)
-    peers.examples.begin_run = Mock()  # type: ignore[method-assign]
     for _ in range(2):
         assert peers.run(lambda data: data.draw_integer(0, 9), 4, engine=engine) == 4
     assert [vote.case for vote in peers.votes] == [f"{TRIAL}1", f"{TRIAL}2"]
@@ -572,6 +574,7 @@ def test_an_example_that_passes_on_all_ranks_is_one_step_of_the_search(tmp_path:
     assert [each.number for each in peers.in_vote if each is not None] == [1, 2]
     assert read_running_example(peers.path) is None
     assert (peers.waits, peers.examples.clock.monotonic()) == ([None, None], 40.0)
+    assert peers.data.target_observations == {"loss": 2.0}
     assert engine.draw_integer.call_count == 2
     assert not peers.examples.must_stop()
     assert peers.rank.repair.mock_calls == []
@@ -582,6 +585,28 @@ def test_an_example_that_all_ranks_reject_is_rejected(tmp_path: Path) -> None:
     with pytest.raises(UnsatisfiedAssumption, match="odd"):
         peers.run(_raising(UnsatisfiedAssumption("odd")))
     assert peers.waits == [None]
+
+
+@pytest.mark.parametrize(
+    ("place", "act"), [(TRIAL, print), ("the draws", print), ("the end", _fail), ("what", _fail), ("", _fail)]
+)
+def test_frames_of_the_search_are_left_out_of_tracebacks(
+    tmp_path: Path, place: str, act: Callable[[ConjectureData], None]
+) -> None:
+    def answer(vote: Vote) -> Vote:
+        if place and vote.case.startswith(place):
+            return replace(vote, case="another place")
+        return _with_result(vote, "passed", choices=b"another") if vote.case == f"{TRIAL}1" else vote
+
+    peers = _Peers(tmp_path, answer)
+    peers.rank.hook.pytest_ranks_example.return_value = None
+    body = peers.examples.wrap_body(act)
+    with pytest.raises(OutOfStep if place else ValueError) as raised:
+        peers.run(body)
+    ours = [entry for entry in raised.traceback if Path(entry.path).parent.name == "properties"]
+    ours = [entry for entry in ours if entry.path != Path(__file__)]
+    assert ours
+    assert [entry.name for entry in ours if not entry.ishidden(raised)] == []
 
 
 def test_ranks_that_decide_differently_are_out_of_step(tmp_path: Path) -> None:
@@ -622,6 +647,9 @@ def test_a_failure_on_another_rank_fails_the_example_here_at_its_line(tmp_path: 
     origin = vars(failure.value)["_lockstep_origin"]
     assert (origin.exc_type.__name__, origin.filename, origin.lineno) == ("ValueError", "elsewhere.py", 3)
     assert engine.draw_integer.call_count == 1
+    assert peers.data.target_observations == {"loss": 2.0}
+    with pytest.raises(PeerFailed):
+        peers.run(_raising(UnsatisfiedAssumption("odd")))
 
 
 @pytest.mark.parametrize("rank", [0, 1])
@@ -696,6 +724,35 @@ def test_a_group_that_a_failure_has_broken_is_made_again(
     assert after is not None
 
 
+def test_a_search_counts_the_time_of_examples_in_which_others_only_waited(tmp_path: Path) -> None:
+    def answer(vote: Vote) -> Vote:
+        if not vote.case.startswith(TRIAL):
+            return vote
+        return _with_result(vote, "passed", origin=None, lost_connection=False, seconds=MAX_HUNG + 1)
+
+    peers = _Peers(tmp_path, answer, rank=1)
+    with pytest.raises(RuntimeError):
+        peers.run(_raising(RuntimeError("[gloo] Connection closed by peer")))
+    assert peers.examples.must_stop()
+
+
+def test_each_test_counts_its_examples_and_its_time_from_its_start(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    peers = _Peers(tmp_path, _same)
+    assert not Examples(peers.rank, records=False).is_active
+    moments = iter([5.0, 7.0, 20.0, 23.0])
+    monkeypatch.setattr(examples, "time", SimpleNamespace(monotonic=lambda: next(moments)))
+    drawn = []
+    for _ in range(2):
+        peers.examples.begin_item(Search(entropy=5))
+        drawn.append(core.threadlocal._hypothesis_global_random.getrandbits(64))
+        peers.run(print)
+    assert [vote.case for vote in peers.votes] == [f"{TRIAL}1"] * 2
+    assert [ExampleResult.unpack(vote.more).seconds for vote in peers.votes] == [2.0, 3.0]
+    assert drawn == [random.Random(5).getrandbits(64)] * 2
+
+
 def test_a_search_ends_once_examples_in_which_no_rank_went_on_took_too_long(tmp_path: Path) -> None:
     seconds = iter([15.0, MAX_HUNG, MAX_HUNG + 1])
 
@@ -737,6 +794,8 @@ def test_ranks_begin_a_property_with_facts_in_any_order(tmp_path: Path) -> None:
     begun = [vote for vote in peers.votes if vote.case == "the property f"]
     assert [vote.outcome for vote in begun] == ["exchanged", "exchanged"]
     assert begun[0].more == begun[1].more
+    peers.examples.begin_run("f", {"test": "x", "seed": "6"})
+    assert peers.votes[-1].more != begun[0].more
     assert [(each.run, each.number) for each in peers.in_vote if each is not None] == [
         (1, 1),
         (1, 2),
