@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import math
+from dataclasses import replace
+
 import pytest
 import torch
 from torch import nn
@@ -9,12 +12,16 @@ from torch import nn
 from lockstep.layouts import Layout, Sharded, ShardMap
 from lockstep.layouts.factors import CLOSE
 from lockstep.layouts.parting import (
+    _ROWS,
+    _SHORT_ROWS,
     DIFFERENT,
     SAME,
     UNEVEN,
     UNKNOWN,
     Comparison,
     Trace,
+    _are_among,
+    _are_as_often,
     _are_within,
     describe_parting,
 )
@@ -126,3 +133,149 @@ def test_each_short_row_is_looked_for() -> None:
     rounded = torch.tensor([[0.0, 5.0], [8.0, 6.0]], dtype=torch.float64) + CLOSE * 5
     assert _are_within(rounded, whole.double())
     assert not _are_within(rounded + CLOSE * 20, whole.double())
+
+
+class Mixed(nn.Module):
+    """A model of which some outputs cannot be compared."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lin = nn.Linear(2, 3)
+        self.flat, self.bare, self.none = nn.Flatten(0), nn.Identity(), Returns(None)
+        self.whole, self.several = nn.Identity(), Returns(())
+
+    def forward(self, given: torch.Tensor) -> torch.Tensor:
+        self.none(given), self.bare(given), self.whole(given.long()), self.several(given)
+        return self.flat(self.lin(given))
+
+
+class Returns(nn.Module):
+    def __init__(self, found: object) -> None:
+        super().__init__()
+        self.found = found
+
+    def forward(self, given: torch.Tensor) -> object:
+        return self.found
+
+
+def test_outputs_of_rows_are_traced_while_a_step_is_recorded() -> None:
+    model, trace = Mixed(), Trace()
+    assert trace.joined() == ({}, {})
+    given = torch.ones(2, 4, 2)
+    with trace.record(model, lambda name: name.upper()):
+        model(given).sum().backward()
+    model(given)
+    outputs, gradients = trace.joined()
+    assert {name: each.shape for name, each in outputs.items()} == {"BARE": (8, 2), "LIN": (8, 3)}
+    assert gradients["LIN"].tolist() == [[1.0] * 3] * 8
+    assert list(gradients) == ["LIN"]
+    assert not outputs["LIN"].requires_grad
+
+
+def test_outputs_of_several_microbatches_are_joined_where_they_are_as_wide() -> None:
+    model, trace = nn.Sequential(nn.Identity(), nn.Identity()), Trace()
+    with trace.record(model):
+        model(torch.ones(2, 3))
+        model(torch.zeros(1, 3))
+    assert trace.joined()[0]["0"].tolist() == [[1.0] * 3, [1.0] * 3, [0.0] * 3]
+    with trace.record(model):
+        model(torch.zeros(1, 2))
+    assert trace.joined() == ({}, {})
+
+
+def test_of_an_output_that_no_rank_has_or_that_is_zero_nothing_is_said() -> None:
+    right = {rank: rows(rank) for rank in range(4)}
+    found = compare(up=right)
+    assert replace(found, by_rank={0: {}, 1: {}}).status("up") == UNKNOWN
+    assert replace(found, whole={"up": WHOLE * 0}).status("up") == UNKNOWN
+    assert replace(found, whole={"up": WHOLE[:, :5]}).status("up") == UNKNOWN
+
+
+def test_an_output_that_is_too_large_by_a_factor_is_the_same_without_it() -> None:
+    right = {rank: rows(rank) for rank in range(4)}
+    found = compare(up={rank: each * 3 for rank, each in right.items()})
+    assert found.factor("up") == pytest.approx(3)
+    assert (found.status("up"), found.status("up", 3.0)) == (DIFFERENT, SAME)
+    for wrong in (
+        {rank: each[:, :3] for rank, each in right.items()},
+        {rank: each * 0 for rank, each in right.items()},
+        {rank: each.flip(1) for rank, each in right.items()},
+    ):
+        assert compare(up=wrong).factor("up") == 1.0
+    assert replace(found, by_rank={}).factor("up") == 1.0
+
+
+def test_columns_may_be_those_of_the_rows_of_a_weight() -> None:
+    shards = ShardMap({"up.weight": Sharded("tp", parts=(4, 4)), "down.weight": Sharded("tp", dim=1)})
+    cut = {
+        rank: torch.cat([each.chunk(2, 1)[PAPER.at("tp", rank)] for each in rows(rank).chunk(2, 1)], 1)
+        for rank in range(4)
+    }
+    found = replace(compare(up=cut, down=cut), shards=shards)
+    assert (found.status("up"), found.status("down")) == (SAME, DIFFERENT)
+
+
+def test_the_first_output_or_gradient_that_differs_is_named() -> None:
+    right = {rank: rows(rank) for rank in range(4)}
+    wrong = {rank: each + 1 for rank, each in right.items()}
+    first = "first divergence: the output of"
+    same = compare(embed=right, up=right, head=right)
+    assert describe_parting(compare(embed=wrong, head=right), same) == f"{first} `embed`"
+    assert describe_parting(compare(embed=right, head=wrong), same) == f"{first} `head`"
+    assert describe_parting(compare(embed=right, **{"": wrong}), same) == f"{first} the model"
+    assert (
+        describe_parting(same, same) == "all outputs and their gradients agree: it goes wrong after backward"
+    )
+    none = replace(same, whole={})
+    assert describe_parting(none, none) == ""
+    assert describe_parting(same, none) == ""
+    unknown = replace(same, whole=dict.fromkeys(same.whole, WHOLE * 0))
+    assert describe_parting(unknown, same) == ""
+    assert describe_parting(same, unknown) == ""
+    doubled = {rank: each * 2 for rank, each in right.items()}
+    scaled = compare(embed=wrong, up=doubled, head=doubled)
+    place = "first divergence: the gradient of the output of"
+    assert describe_parting(same, scaled) == f"{place} `embed`; all outputs agree"
+    uneven = dict.fromkeys(range(4), WHOLE[:12])
+    of_half = compare(embed=uneven, up=right, head=right)
+    assert describe_parting(same, of_half) == f"{place} `embed`; all outputs agree"
+
+
+def test_rows_are_compared_within_rounding_in_any_order() -> None:
+    some = WHOLE[[3, 1, 3]]
+    allowed = CLOSE * float(WHOLE.abs().max())
+    assert _are_among(some, WHOLE)
+    assert _are_among(some + allowed * 0.9, WHOLE)
+    assert not _are_among(some + allowed * 1.1, WHOLE)
+    assert not _are_among(some * math.nan, WHOLE)
+    assert not _are_among(torch.cat([some, WHOLE[:1] + 1]), WHOLE)
+    assert not _are_among(some[:, :3], WHOLE)
+    assert _are_among(WHOLE[:0], WHOLE)
+
+
+def test_of_many_rows_some_are_compared() -> None:
+    many = WHOLE.repeat(2 * _ROWS // 24 + 1, 1)
+    assert _are_among(many, WHOLE)
+    odd, even = many.clone(), many.clone()
+    odd[1::2] += 1
+    even[::2] += 1
+    assert (_are_among(odd, WHOLE), _are_among(even, WHOLE)) == (True, False)
+
+
+def test_rows_that_occur_equally_often_are_whole() -> None:
+    assert _are_as_often(WHOLE.flip(0), WHOLE)
+    assert _are_as_often(torch.cat([WHOLE, WHOLE]), WHOLE)
+    assert not _are_as_often(torch.cat([WHOLE, WHOLE[:1]]), WHOLE)
+    assert not _are_as_often(WHOLE[1:], WHOLE)
+    assert not _are_as_often(WHOLE[:0], WHOLE)
+    assert _are_as_often(torch.cat([WHOLE, WHOLE[:1]]), torch.cat([WHOLE[:1], WHOLE]))
+
+
+def test_short_rows_are_looked_for_only_where_they_are_finite_and_shorter() -> None:
+    whole = torch.arange(12.0).view(2, 6)
+    assert not _are_within(whole, whole)
+    assert not _are_within(torch.tensor([[0.0, math.inf]]), whole)
+    many = torch.tensor([[0.0, 5.0]]).repeat(2 * _SHORT_ROWS, 1)
+    many[1::2] = 0.5
+    assert _are_within(many, whole)
+    assert not _are_within(many.flip(0), whole)
