@@ -18,7 +18,7 @@ from torch import nn
 
 from lockstep.layouts.factors import CLOSE
 from lockstep.layouts.layout import Layout, chunk
-from lockstep.layouts.shards import Sharded, ShardMap
+from lockstep.layouts.shards import PADDING, Sharded, ShardMap
 from lockstep.recorders.tensors import local_part, named_tensors
 from lockstep.recorders.torch_internals import in_backward
 
@@ -143,7 +143,8 @@ class Comparison:
         along = whole.new_empty(0).long()
         with suppress(ValueError):  # the rule is about a weight that makes other columns
             along = cut.indices(whole.shape[1], index, count)
-        return whole[:, along[along < whole.shape[1]]]
+        along = along[along < whole.shape[1]]
+        return whole[:, along].where(along != PADDING, 0.0)
 
     def _of_axis(self, whole: torch.Tensor, axis: str, rank: int) -> torch.Tensor:
         return chunk(whole, self.layout.at(axis, rank), self.layout[axis], 1)

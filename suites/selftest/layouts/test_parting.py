@@ -215,6 +215,40 @@ def test_columns_may_be_those_of_the_rows_of_a_weight() -> None:
     assert (found.status("up"), found.status("down")) == (SAME, DIFFERENT)
 
 
+def test_columns_that_a_weight_is_padded_with_are_zero() -> None:
+    whole = WHOLE[:, :7]
+    cut = {rank: whole.chunk(2)[PAPER.at("dp", rank)].chunk(2, 1)[PAPER.at("tp", rank)] for rank in range(4)}
+    padded = {rank: nn.functional.pad(each, (0, 4 - each.shape[1])) for rank, each in cut.items()}
+    found = replace(compare(up=padded), whole={"up": whole})
+    for is_padded, status in ((True, SAME), (False, UNKNOWN)):
+        shards = ShardMap({"up.weight": Sharded("tp", padded=is_padded)})
+        assert replace(found, shards=shards).status("up") == status
+    other = {rank: torch.cat([each[:, :3], whole[: len(each), 6:]], 1) for rank, each in padded.items()}
+    assert replace(found, by_rank={rank: {"up": each} for rank, each in other.items()}).status("up") != SAME
+
+
+def test_columns_that_an_output_does_not_have_are_left_out() -> None:
+    shards = ShardMap({"up.weight": Sharded("tp", rows=lambda length, count, index: [index, 2, 8, 9])})
+    cut = {rank: rows(rank)[:, [PAPER.at("tp", rank), 2]] for rank in range(4)}
+    assert replace(compare(up=cut), shards=shards).status("up") == SAME
+
+
+def test_a_sum_of_parts_in_columns_of_one_axis_is_named() -> None:
+    half = {rank: rows(rank).chunk(2, 1)[PAPER.at("tp", rank)] / 2 for rank in range(4)}
+    layout = OnPaper(fsdp=2, dp=2, tp=2)
+    by_rank = {rank: {"up": half[rank % 4]} for rank in range(8)}
+    found = replace(compare(up=half), layout=layout, by_rank=by_rank)
+    assert found.status("up") == "a sum over fsdp"
+    of_some = {rank: each for rank, each in by_rank.items() if rank < 4}
+    assert replace(found, by_rank=of_some).status("up") == DIFFERENT
+
+
+def test_columns_that_one_rank_lacks_are_different() -> None:
+    mixed = {rank: rows(rank)[:, [0, 3, 5, 6]] for rank in range(4)}
+    assert compare(out=mixed).status("out") == UNKNOWN
+    assert compare(out={**mixed, 2: mixed[2] + 1}).status("out") == DIFFERENT
+
+
 def test_the_first_output_or_gradient_that_differs_is_named() -> None:
     right = {rank: rows(rank) for rank in range(4)}
     wrong = {rank: each + 1 for rank, each in right.items()}
