@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import pickle
 import random
 import sys
 import unittest
@@ -942,8 +943,9 @@ def test_a_structure_that_was_sent_is_that_of_the_example_it_came_from() -> None
     data.draw_boolean(0.5, forced=True)
     data.stop_span()
     other.draw_integer(0, 9)
-    restore_structure(other, structure_of(data))
+    restore_structure(other, pickle.loads(pickle.dumps(structure_of(data))))
     assert (other.choices, other.length, count_spans(other)) == ((4, True), data.length, count_spans(data))
+    data.freeze()
     other.freeze()
     assert other.as_result().choices == (4, True)
     assert len(other.spans) == len(data.spans)
