@@ -214,6 +214,11 @@ def test_axes_along_which_ranks_hold_the_same_or_other_elements_are_known() -> N
     of_two = held(ONES, {0: ONES, 1: ONES}, microbatches=1)
     assert (of_two.replicated, of_two.cutting) == (["tp"], [])
     assert list(of_two.groups(["dp"])) == [[0], [1]]
+    of_three = {0: ONES, 1: ONES, 2: ONES}
+    assert held(ONES, of_three, microbatches=1).replicated == []
+    some = {rank: region for rank, region in HALVES.items() if rank < 3}
+    cut = {rank: ONES[region] for rank, region in some.items()}
+    assert held(ONES, cut, regions=some, microbatches=1).cutting == []
     uneven = {0: torch.arange(3), 1: torch.arange(1) + 3}
     of_tp = held(ONES, {0: ONES[:3], 1: ONES[3:]}, regions=uneven, layout=OnPaper(tp=2), microbatches=1)
     assert (of_tp.replicated, of_tp.cutting) == ([], [])
@@ -244,6 +249,11 @@ def test_values_that_are_not_finite_are_said_first() -> None:
     assert gradient({0: ONES * 0, 1: ONES * math.inf, 2: ONES * 0, 3: ONES * math.nan}) == [
         "is not finite on ranks 1, 3"
     ]
+
+
+def test_zeros_are_said_where_all_ranks_have_them() -> None:
+    assert gradient(dict.fromkeys(ALL, ONES * 0)) == ["is zero on all ranks"]
+    assert "is zero on all ranks" not in gradient({rank: ONES * (rank > 0) for rank in ALL})
 
 
 def test_right_and_wrong_ranks_are_named_by_their_coordinate() -> None:
