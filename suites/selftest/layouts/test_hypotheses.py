@@ -256,6 +256,33 @@ def test_zeros_are_said_where_all_ranks_have_them() -> None:
     assert "is zero on all ranks" not in gradient({rank: ONES * (rank > 0) for rank in ALL})
 
 
+def test_zeros_on_some_ranks_are_no_factor() -> None:
+    assert parameter({rank: ONES * (rank > 0) for rank in ALL}) == [
+        "is right on ranks 1, 2, 3 alone: replicas differ"
+    ]
+    assert parameter({rank: ONES * 2 * (rank > 0) for rank in ALL}) == [
+        "is 0 times the reference on rank 0, 2 times the reference on ranks 1, 2, 3"
+    ]
+
+
+def test_noise_on_parts_is_no_reduction() -> None:
+    noise = torch.tensor([0.25, -0.125])
+    wrong = {rank: ONES[HALVES[rank]] + noise * (rank + 1) for rank in ALL}
+    assert gradient(wrong, regions=HALVES) == []
+    of_four = {rank: torch.arange(2) + rank // 2 * 2 for rank in ALL}
+    wrong = {rank: ONES[of_four[rank]] + noise * (rank + 1) for rank in ALL}
+    assert gradient(wrong, regions=of_four, layout=OnPaper(tp=4)) == []
+
+
+def test_a_part_that_some_ranks_share_is_summed_over_these() -> None:
+    regions = {rank: torch.arange(2) + rank // 2 * 2 for rank in range(3)}
+    values = {0: ONES[:2] + OTHER[:2], 1: -OTHER[:2], 2: ONES[2:]}
+    assert gradient(values, regions=regions, layout=OnPaper(tp=3)) == [
+        "equals the reference after a sum over the ranks of tp that hold the same part: "
+        "that reduction is missing",
+    ]
+
+
 def test_right_and_wrong_ranks_are_named_by_their_coordinate() -> None:
     assert parameter({rank: ONES if rank % 2 else OTHER for rank in ALL}) == [
         "is right at tp 1 alone: replicas differ"
@@ -339,8 +366,9 @@ def test_a_tensor_with_the_digits_of_a_dtype_is_named(dtype: torch.dtype, name: 
     rounded = whole.to(dtype).double()
     (found,) = held(whole, dict.fromkeys(ALL, rounded), microbatches=1).explanations()
     assert found == f"is the reference rounded to {short(dtype)}"
-    one = {"layout": OnPaper(dp=2), "microbatches": 1}
-    assert held(whole[:1], {0: rounded[:1], 1: rounded[:1]}, **one).explanations() == []
+    for number in (1, 3):
+        few = held(whole[:number], {0: rounded[:number]}, layout=OnPaper(dp=2), microbatches=1)
+        assert few.explanations() == []
     far = rounded + torch.tensor([0.0, 0, 0, 0.5])
     assert held(whole, dict.fromkeys(ALL, far), microbatches=1).explanations() == []
 
