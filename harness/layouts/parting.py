@@ -155,11 +155,14 @@ class Comparison:
         rows = next((named[name] for named in self.by_rank.values() if name in named), None)
         if rows is None or rows.shape[1] != whole.shape[1] or not bool(rows.any()):
             return 1.0
+        if whole.shape[1] == 1:  # any row is a multiple of any other
+            found = [named[name].reshape(-1) for named in self.by_rank.values() if name in named]
+            return float(torch.cat(found).abs().max() / whole.abs().max()) if bool(whole.any()) else 1.0
         row = rows[int(rows.norm(dim=1).argmax())]
         lengths = whole.norm(dim=1)
         likeness = (whole @ row) / (lengths.clamp(min=1e-300) * row.norm())
-        found = int(likeness.argmax())
-        return float(row.norm() / lengths[found]) if float(likeness[found]) > 1 - CLOSE else 1.0
+        nearest = int(likeness.argmax())
+        return float(row.norm() / lengths[nearest]) if float(likeness[nearest]) > 1 - CLOSE else 1.0
 
 
 def describe_parting(outputs: Comparison, gradients: Comparison) -> str:

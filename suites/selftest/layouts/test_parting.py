@@ -205,6 +205,16 @@ def test_an_output_that_is_too_large_by_a_factor_is_the_same_without_it() -> Non
     assert replace(found, by_rank={}).factor("up") == 1.0
 
 
+def test_the_factor_of_a_single_column_is_that_of_its_largest_value() -> None:
+    column = WHOLE[:, :1]
+    for factor in (1.0, 3.0):
+        by_rank = {rank: {"up": column.chunk(2)[PAPER.at("dp", rank)] * factor} for rank in range(4)}
+        found = replace(compare(up=dict.fromkeys(range(4), WHOLE)), whole={"up": column}, by_rank=by_rank)
+        assert found.factor("up") == pytest.approx(factor)
+        assert found.status("up", factor) == SAME
+    assert replace(found, whole={"up": column * 0}).factor("up") == 1.0
+
+
 def test_columns_may_be_those_of_the_rows_of_a_weight() -> None:
     shards = ShardMap({"up.weight": Sharded("tp", parts=(4, 4)), "down.weight": Sharded("tp", dim=1)})
     cut = {
