@@ -544,6 +544,14 @@ def test_a_property_may_end_after_another_rank_has_ended_it(tmp_path: Path) -> N
     assert [(vote.case, vote.outcome, vote.renews_deadline) for vote in votes] == [(END, "ended it", True)]
 
 
+@pytest.fixture(autouse=True)
+def _own_seeds() -> Iterator[None]:
+    """Leave the seeds of other property tests in this process as they are."""
+    before = core.threadlocal._hypothesis_global_random
+    yield
+    core.threadlocal._hypothesis_global_random = before
+
+
 class _Peers:
     """Votes of two ranks, of which this process is one; the other answers each vote of this one."""
 
