@@ -130,14 +130,14 @@ def test_only_worlds_with_the_rank_have_no_deadline(debug: Callable[..., Debuggi
 
 def test_a_rank_on_another_host_is_not_debugged(debug: Callable[..., Debugging]) -> None:
     def refusal(rank: int, spread: Any) -> Refusal | None:
-        request: Any = SimpleNamespace(key=SimpleNamespace(spread=spread, size=4))
+        request: Any = SimpleNamespace(key=SimpleNamespace(spread=spread, size=5))
         return debug(pdb=rank).pytest_ranks_request(request)
 
     there = Refusal("failed", "rank 2 runs on another host, where no debugger can be attached")
-    spread = ((0, 2), (1, 2))
-    assert [refusal(rank, spread) for rank in (1, 2, 4)] == [None, there, None]
+    spread = ((0, 2), (1, 3))
+    assert [refusal(rank, spread) for rank in (1, 2, 5)] == [None, there, None]
     assert refusal(2, ()) is None
-    assert refusal(2, ((1, 4),)) == there
+    assert refusal(2, ((1, 5),)) == there
 
 
 def collected(plugin: Any, *keys: WorldKey | None, **given: Any) -> object:
@@ -292,6 +292,9 @@ def test_ctrl_c_at_a_prompt_goes_to_its_rank(debug: Callable[..., Debugging], in
     debugging.pytest_ranks_message(run, 1, Part(FEATURE, "prompts"))  # type: ignore[arg-type]
     debugging.pytest_ranks_run_ended()
     assert signal.getsignal(signal.SIGINT) is own
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    debugging.pytest_ranks_run_ended()
+    assert signal.getsignal(signal.SIGINT) is signal.SIG_IGN
 
 
 def test_ctrl_c_without_a_handler_interrupts(debug: Callable[..., Debugging], interrupts: list[int]) -> None:

@@ -119,8 +119,11 @@ def quits(*_: object) -> None:
 def test_quitting_at_a_prompt_fails_the_test(interaction: Any, quitting: bool) -> None:
     process = Process()
     debugger = RankDebugger(process)  # type: ignore[arg-type]
-    with pytest.raises(pytest.fail.Exception, match=r"^the user quit the debugger, which ends the run$"):
+    with pytest.raises(
+        pytest.fail.Exception, match=r"^the user quit the debugger, which ends the run$"
+    ) as failed:
         prompt(debugger, interaction, quitting=quitting)
+    assert not failed.value.pytrace
     assert process.sent == ["prompts", "quits"]
 
 
