@@ -7,7 +7,7 @@ import functools
 import re
 import threading
 from collections.abc import Callable
-from typing import Literal
+from typing import Any, Literal
 from unittest.mock import Mock
 
 import pytest
@@ -178,6 +178,47 @@ MISUSED: list[tuple[Callable[[Faults], object], str]] = [
         lambda faults: Fault("drop", error=OSError),
         "faults.drop(nth=1, error=OSError): error= is for faults.fail",
     ),
+    (
+        lambda faults: faults.kill(op="barrier"),  # type: ignore[call-arg]
+        'faults.kill(op="barrier", nth=1): write before= or after= in the place of op=',
+    ),
+    (
+        lambda faults: Fault("drop", before="barrier"),
+        'faults.drop(before="barrier", nth=1): write op= in the place of before=',
+    ),
+    (
+        lambda faults: Fault("kill", before="barrier", after="send"),
+        'faults.kill(before="barrier", after="send", nth=1): either before= or after=',
+    ),
+    (
+        lambda faults: Fault("kill", before="isend"),
+        'faults.kill(before="isend", nth=1): isend is recorded as send: write that',
+    ),
+    (
+        lambda faults: Fault("corrupt", op="send"),
+        'faults.corrupt(op="send", nth=1): send has no output',
+    ),
+    (
+        lambda faults: Fault("corrupt", value=2**64),
+        f"faults.corrupt(nth=1, value={2**64}): value is a number of 64 bits at most",
+    ),
+    (lambda faults: Fault("kill", nth=0), "faults.kill(nth=0): nth counts from 1"),
+    (
+        lambda faults: Fault("kill", -1),
+        "faults.kill(rank=-1, nth=1): rank is the number of a rank, or None for every one",
+    ),
+    (
+        lambda faults: Fault("kill", seconds=1),
+        "faults.kill(nth=1, seconds=1): a delay has seconds above 0, at most 1000000, and nothing else has",
+    ),
+    (
+        lambda faults: Fault("delay", seconds=True),
+        "faults.delay(nth=1, seconds=True): seconds is a number of seconds",
+    ),
+    (
+        lambda faults: Fault("fail", error=int),  # type: ignore[arg-type]
+        "faults.fail(nth=1, error=int): error is an exception or a class of one",
+    ),
     (lambda faults: faults.inject("x"), f"faults.inject('x'): {A_FAULT}"),  # type: ignore[arg-type]
     (lambda faults: faults.inject(None), f"faults.inject(None): {A_FAULT}"),  # type: ignore[arg-type]
     (
@@ -232,11 +273,9 @@ def test_a_rank_may_fail_after_the_death_of_another() -> None:
 
 def test_an_example_needs_all_ranks() -> None:
     faults = Faults(Mock(dead={2, 1}), Mock(size=3, rank=0), Mock())
-    with (
-        pytest.raises(pytest.fail.Exception, match=r"^rank 1, 2 died, as the test expects"),
-        faults.example(),
-    ):
-        pass
+    example: Any = faults.example()
+    with pytest.raises(pytest.fail.Exception, match=r"^rank 1, 2 died, as the test expects"):
+        example.__enter__()
 
 
 def test_a_value_that_a_dtype_does_not_have_is_refused() -> None:
@@ -245,6 +284,37 @@ def test_a_value_that_a_dtype_does_not_have_is_refused() -> None:
         corrupt([numbers], 0.5)
     corrupt([torch.ones(0), numbers], 3.0)
     assert numbers.tolist() == [3, 8]
+
+
+@pytest.mark.parametrize(
+    ("dtype", "before", "after"),
+    [
+        (torch.float64, 3.0, 6.0),
+        (torch.float32, 3.0, 6.0),
+        (torch.float16, 3.0, 6.0),
+        (torch.bfloat16, 3.0, 6.0),
+        (torch.float32, 4.0, 2.0),
+        (torch.complex64, 3.0, 6.0),
+        (torch.int64, 6, 7),
+        (torch.uint8, 7, 6),
+    ],
+)
+def test_a_flipped_bit_doubles_or_halves_a_float(dtype: torch.dtype, before: Any, after: Any) -> None:
+    tensor = torch.full((2, 2), before, dtype=dtype)
+    corrupt([torch.ones(0), tensor, torch.ones(1)], None)
+    assert tensor.tolist() == [[after, before], [before, before]]
+
+
+def test_a_fault_says_how_long_a_rank_waits_and_what_it_raises() -> None:
+    assert str(Fault("delay", seconds=1)) == "every rank waits 1 s before collective #1"
+    assert str(Fault("delay", seconds=0.999)) == "every rank waits 999 ms before collective #1"
+    assert str(Fault("fail", 0, after="send", error=OSError(1))) == "rank 0 raises OSError after send #1"
+    assert str(Fault("fail", dtype=torch.int8)) == (
+        "every rank raises InjectedFault before collective #1 with int8"
+    )
+    printed: list[str] = []
+    Fault("kill", 0)._repr_pretty_(Mock(text=printed.append), cycle=False)
+    assert printed == ["faults.kill(rank=0, nth=1)"]
 
 
 def test_a_fake_world_is_refused(run: Run) -> None:
