@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import io
 import os
+import platform
 import shutil
+import sys
 import tempfile
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
-from lockstep.features.compiles.cache_directory import cache_directory, clear
-from lockstep.features.compiles.caches import RankCaches, remembered
+from lockstep.features.compiles.cache_directory import cache_directory, clear, prepare
+from lockstep.features.compiles.caches import RankCaches, machine, remembered
 from lockstep.features.compiles.torch_internals import TRACE
 from lockstep.specification import RankSpec, SessionSpec, WorldKey
 from suites.selftest.project import WITHOUT_PLUGINS, Run, copy_project, run_pytest
@@ -160,6 +164,153 @@ def test_the_option_goes_before_the_ini_file_and_that_before_the_variable(
         getini={"ranks_compile_cache": ini, "cache_dir": "kept"}.get,
     )
     assert cache_directory(config) == place
+
+
+def test_the_cache_of_pytest_is_left_out_where_it_is_off(environ: pytest.MonkeyPatch) -> None:
+    environ.setenv("KEPT", "expanded")
+    environ.setenv("TORCHINDUCTOR_CACHE_DIR", "relative/torchinductor_me")
+    config: Any = SimpleNamespace(
+        rootpath=Path("/root"),
+        inipath=None,
+        pluginmanager=SimpleNamespace(hasplugin=lambda name: name != "cacheprovider"),
+        getoption=lambda name: None,
+        getini={"ranks_compile_cache": "", "cache_dir": "$KEPT"}.get,
+    )
+    assert cache_directory(config) == os.path.abspath("relative/torchinductor_me")
+    environ.delenv("TORCHINDUCTOR_CACHE_DIR")
+    assert cache_directory(config) == ""
+    config.pluginmanager.hasplugin = lambda name: name == "cacheprovider"
+    assert cache_directory(config) == "/root/expanded/d/lockstep-compiled"
+    config.getini = {"ranks_compile_cache": "of_ini"}.get
+    assert cache_directory(config) == "/root/of_ini"
+
+
+def options_of(path: Path, given: str | None = None, ini: str = "", clears: bool = False) -> Any:
+    options = {"ranks_compile_cache": given, "ranks_compile_cache_clear": clears}
+    return SimpleNamespace(
+        invocation_params=SimpleNamespace(dir=path),
+        rootpath=path,
+        inipath=None,
+        pluginmanager=SimpleNamespace(hasplugin=lambda name: False),
+        getoption=options.get,
+        getini={"ranks_compile_cache": ini}.get,
+    )
+
+
+def test_a_folder_that_was_chosen_is_made_and_emptied_before_any_worker(
+    tmp_path: Path, environ: object
+) -> None:
+    prepare(options_of(tmp_path, clears=True))
+    assert [*tmp_path.iterdir()] == []
+    for given in ({"given": "of_option"}, {"ini": "of/ini"}):
+        prepare(options_of(tmp_path, **given))
+    assert (tmp_path / "of_option").is_dir()
+    probes = tmp_path / "of" / "ini" / "torch-x" / "cpu"
+    probes.mkdir(parents=True)
+    prepare(options_of(tmp_path, ini="of/ini"))
+    assert probes.exists()
+    worker = options_of(tmp_path, "of_worker", clears=True)
+    worker.workerinput = {}
+    prepare(worker)
+    assert not (tmp_path / "of_worker").exists()
+    prepare(options_of(tmp_path, ini="of/ini", clears=True))
+    assert not probes.exists()
+    assert probes.parent.exists()
+
+
+@pytest.mark.parametrize(("given", "name"), [("x", "--compile-cache"), (None, "ranks_compile_cache")])
+def test_a_folder_that_cannot_be_written_to_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, given: str | None, name: str
+) -> None:
+    asked: list[tuple[str, int]] = []
+    monkeypatch.setattr(os, "access", lambda path, mode: asked.append((path, mode)))
+    with pytest.raises(pytest.UsageError) as refused:
+        prepare(options_of(tmp_path, given, "x"))
+    assert str(refused.value) == f"{name}: {tmp_path}/x cannot be written to; choose another folder"
+    assert asked == [(f"{tmp_path}/x", os.W_OK | os.X_OK)]
+
+
+def test_a_directory_that_cannot_be_leased_is_replaced_by_the_ranks_own(
+    tmp_path: Path, environ: object
+) -> None:
+    made = caches(tmp_path / "kept")
+    made.path.parent.mkdir(parents=True)
+    made.path.touch()
+    with pytest.warns(UserWarning, match="^--compile-cache: cannot use .*rank-0: File exists; what"):
+        place = compile_something(made)
+    assert place == tmp_path / "kept" / "private" / "rank-0.caches" / "inductor"
+    assert made not in TRACE.handlers
+
+
+def test_a_directory_is_leased_once_and_only_if_the_test_has_not_named_another(
+    tmp_path: Path, environ: pytest.MonkeyPatch
+) -> None:
+    first: list[str] = []
+    made = caches(tmp_path)
+    made._compiles = lambda: first.append("compiles")
+    environ.setenv("TORCHINDUCTOR_CACHE_DIR", "/of/the/test")
+    assert compile_something(made) == Path("/of/the/test")
+    assert (made._locked, first) == (-1, ["compiles"])
+    environ.setenv("TORCHINDUCTOR_CACHE_DIR", str(made.path / "inductor"))
+    place = compile_something(made)
+    lock = made._locked
+    assert lock > 2
+    assert compile_something(made) == place == made.path / "inductor"
+    assert made._locked == lock
+    assert Path(f"{made.path}.lockstep-lease").exists()
+    assert made.path.is_dir()
+
+
+def test_probes_are_remembered_where_caches_are_kept(
+    tmp_path: Path, environ: object, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given: list[Any] = []
+    monkeypatch.setattr("lockstep.features.compiles.caches.remember_probes", given.append)
+    blocked = tmp_path / "blocked"
+    blocked.touch()
+    with pytest.warns(UserWarning, match="Not a directory"):
+        compile_something(caches(blocked))
+    assert given == []
+    compile_something(caches(tmp_path / "kept"))
+    (remember,) = given
+    assert remember("avx2", lambda: True)
+    (probe,) = (tmp_path / "kept").glob("torch-*/cpu/*")
+    assert (len(probe.name), probe.read_text()) == (16, "succeeded\n")
+
+
+def test_a_probe_runs_where_nothing_can_be_kept(tmp_path: Path) -> None:
+    blocked = tmp_path / "blocked"
+    blocked.touch()
+    assert [
+        remembered(blocked / "cpu", "avx2", lambda answer=answer: answer) for answer in (True, False)
+    ] == [True, False]
+
+
+def test_a_machine_is_named_by_torch_python_and_the_processor(monkeypatch: pytest.MonkeyPatch) -> None:
+    head = f"torch-{torch.__version__}-python-{sys.version_info[0]}.{sys.version_info[1]}-"
+    assert machine().startswith(head)
+    texts = [
+        b"",
+        b"model name: a\nflags: b\nbugs: c\nflags: d\n",
+        b"model name: a\nflags: b\nbugs: e\nflags: f",
+    ]
+    texts += [b"Features: b\n", b"model name: b\nflags: b", b"\xff"]
+    names: list[str] = []
+    for text in texts:
+        monkeypatch.setattr("builtins.open", lambda *_, text=text: io.BytesIO(text))
+        names.append(machine())
+    assert names[1] == names[2]
+    assert names[0] == names[5]
+    assert len({*names}) == 4
+    assert all(len(name) == len(head) + 8 for name in names)
+
+    def refuses(*_: object) -> None:
+        raise OSError
+
+    monkeypatch.setattr("builtins.open", refuses)
+    assert machine() == names[0]
+    monkeypatch.setattr(platform, "machine", lambda: "other")
+    assert machine() != names[0]
 
 
 @pytest.mark.parametrize(
