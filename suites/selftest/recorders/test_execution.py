@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from lockstep.recorders import execution
-from lockstep.recorders.execution import Event, ExecutionLog, _joined, fingerprint
+from lockstep.recorders.execution import Event, ExecutionLog, _joined, active_log, fingerprint
 
 HERE = Path(__file__).name
 
@@ -49,6 +49,7 @@ def listed(log: ExecutionLog, *kinds: str) -> list[tuple[str, str, object]]:
 def test_a_training_step_is_recorded_in_the_order_of_its_execution() -> None:
     model, log = Model(), ExecutionLog(str(Path(__file__).parent))
     with log:
+        assert active_log() is log
         line = train(log, model)
     assert listed(log) == [
         ("parameter", "inner.weight", [[3.0, 3.0]]),
