@@ -1,0 +1,495 @@
+"""Schedules, and what a rank does under one, without ranks: delays, copies in flight, subtests of seeds."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+from unittest.mock import Mock
+
+import pytest
+import torch
+from torch import Tensor
+
+from lockstep.exceptions import CollectiveRace
+from lockstep.features.injection import plugin, skew, skewed_items
+from lockstep.features.injection.calls import Call
+from lockstep.features.injection.schedule import Schedule, is_seed
+from lockstep.features.injection.skew import Flight, Skew
+from lockstep.features.injection.skewed_items import SkewedItems, schedules_of
+from lockstep.features.injection.work import Watched
+from lockstep.hookspecs import RANK_PLUGIN
+from lockstep.recorders.collectives import Collective
+
+# Schedules
+
+
+@pytest.mark.parametrize(
+    ("text", "schedule", "words"),
+    [
+        ("7", Schedule(7, 3.0), "7"),
+        ("0:3", Schedule(0, 3.0), "0"),
+        ("7:2.5", Schedule(7, 2.5), "7:2.5"),
+        (f"{2**64 - 1}:60000", Schedule(2**64 - 1, 60000.0), f"{2**64 - 1}:60000"),
+    ],
+)
+def test_a_schedule_is_read_and_written(text: str, schedule: Schedule, words: str) -> None:
+    assert Schedule.parse(text) == schedule
+    assert str(schedule) == words
+
+
+@pytest.mark.parametrize("text", [str(2**64), "1:60001", "1:-1"])
+def test_a_schedule_beyond_the_bounds_is_refused(text: str) -> None:
+    with pytest.raises(
+        ValueError, match=rf"^'{text}': a seed is from 0 to 2\*\*64 - 1, a delay above 0 and at"
+    ):
+        Schedule.parse(text)
+
+
+DRAWN = {
+    (0, 2, "before"): 0.0,
+    (0, 2, "after"): 0.002181,
+    (1, 1, "before"): 0.0,
+    (1, 1, "after"): 0.018818,
+    (1, 2, "before"): 0.016507,
+    (1, 2, "after"): 0.000597,
+}
+
+
+def test_delays_are_those_of_earlier_versions() -> None:
+    assert {point: round(Schedule(7, 20).delay(*point), 6) for point in DRAWN} == DRAWN
+    assert [is_seed(each) for each in (0, 2**64 - 1, -1, 2**64, True, 1.0)] == [True] * 2 + [False] * 4
+
+
+# A rank under a schedule
+
+
+def call_of(written: list[Tensor], read: list[Tensor], **given: Any) -> Call:
+    about = Collective("all_gather", (torch.float32,), ((2,),), 8, 2, 0, False)
+    fields: dict[str, Any] = {"in_place": False, "is_async": True, "is_batched": False, **given}
+    return Call(about=about, group=Mock(), written=written, read=read, result=written, **fields)
+
+
+class Skewed:
+    """A rank under a schedule, whose delays are noted."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.delays: list[tuple[int, int, str]] = []
+        self.slept: list[float] = []
+        schedule: Any = SimpleNamespace(delay=self._delay)
+        self.skew = Skew(schedule, 3)
+        monkeypatch.setattr(skew.time, "sleep", self.slept.append)
+        monkeypatch.setattr(skew, "caller", lambda: "test_x.py:3")
+
+    def _delay(self, rank: int, number: int, point: str) -> float:
+        self.delays.append((rank, number, point))
+        return 0.5 if point == "before" else 0.0
+
+    def run(self, call: Call) -> Watched:
+        def run(written: Any, read: Any) -> None:
+            self.given = written, read
+            for each in written:
+                each.fill_(9)
+
+        work = self.skew._run(call, run)
+        assert isinstance(work, Watched)
+        return work
+
+
+@pytest.fixture
+def skewed(monkeypatch: pytest.MonkeyPatch) -> Skewed:
+    return Skewed(monkeypatch)
+
+
+@pytest.mark.parametrize("given", [{"is_async": False}, {"is_batched": True}])
+def test_a_collective_that_is_waited_for_at_once_runs_on_its_own_tensors(
+    skewed: Skewed, given: dict[str, bool]
+) -> None:
+    call = call_of([torch.ones(2)], [torch.ones(2)], **given)
+    work = skewed.run(call)
+    assert skewed.given[0][0] is call.written[0]
+    assert skewed.given[1][0] is call.read[0]
+    assert skewed.delays == [(3, 1, "before")]
+    work.wait()
+    work.wait()
+    assert skewed.delays[1:] == [(3, 1, "waited")] * 2
+    assert skewed.slept == [0.5]
+    skewed.run(call)
+    assert skewed.delays[3:] == [(3, 2, "before")]
+
+
+def test_a_collective_in_flight_runs_on_copies_until_it_is_waited_for(skewed: Skewed) -> None:
+    written, read = torch.ones(2), torch.tensor([3.0, 4.0])
+    work = skewed.run(call_of([written], [read]))
+    copies = skewed.given
+    assert copies[0][0] is not written
+    assert copies[1][0] is not read
+    assert copies[1][0].tolist() == [3.0, 4.0]
+    assert written.isnan().all()
+    assert skewed.skew._in_flight.is_any()
+    assert skewed.delays == [(3, 1, "before"), (3, 1, "after")]
+    work.wait()
+    assert written.tolist() == [9.0, 9.0]
+    assert not skewed.skew._in_flight.is_any()
+    assert skewed.delays[2:] == [(3, 1, "waited")]
+
+
+TITLE = "all_gather #1 (float32[2], 2 ranks), begun at test_x.py:3"
+
+
+def test_operations_of_torch_that_come_too_early_are_races(skewed: Skewed) -> None:
+    written, read, plain = torch.ones(2), torch.ones(2), torch.ones(2)
+    dispatch = skewed.skew.__torch_dispatch__
+    add: Any = torch.ops.aten.add.Tensor
+    assert dispatch(add, (), (written, 1)).tolist() == [2.0, 2.0]
+    skewed.run(call_of([written], [read]))
+    assert dispatch(add, (), (plain, 1), {"alpha": 2}).tolist() == [3.0, 3.0]
+    assert dispatch(add, (Tensor,), (read, 1)).tolist() == [2.0, 2.0]
+    early = f"{TITLE}, was not waited for before `aten.add` read its output at test_x.py:3"
+    with pytest.raises(CollectiveRace) as raced:
+        dispatch(add, (), (written, 1))
+    assert str(raced.value) == early
+    flat = SimpleNamespace(__tensor_flatten__=None)
+    assert dispatch(add, (Tensor, flat), (plain, 1)) is NotImplemented
+    waits = Mock(return_value="waited")
+    waits.overloadpacket.__name__ = "wait_tensor"
+    skewed.skew._in_flight = Mock(is_any=lambda: True)
+    assert dispatch(waits, (), (written,)) == "waited"
+    skewed.skew._in_flight.check.assert_not_called()
+
+
+def test_what_a_schedule_disturbs_is_as_before_behind_it(
+    skewed: Skewed, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    done: list[str] = []
+
+    @contextlib.contextmanager
+    def layer(run: Any) -> Iterator[None]:
+        assert run == skewed.skew._run
+        done.append("layer")
+        yield
+        done.append("no layer")
+
+    @contextlib.contextmanager
+    def callbacks(delay: Any) -> Iterator[None]:
+        delay()
+        delay()
+        yield
+
+    forget = Mock(side_effect=lambda: done.append("forgets"))
+    monkeypatch.setattr(skew, "INTERCEPTION", SimpleNamespace(layer=layer, forget=forget))
+    monkeypatch.setattr(skew, "delayed_callbacks", callbacks)
+    monkeypatch.setattr(torch.compiler, "reset", lambda: done.append("resets"))
+    monkeypatch.setitem(sys.modules, "torch._dynamo", Mock())
+    with skewed.skew.on():
+        assert done == ["layer"]
+        torch.ones(1)
+    assert done == ["layer", "no layer", "forgets", "resets"]
+    assert skewed.delays == [(3, 1, "callback"), (3, 2, "callback")]
+    monkeypatch.delitem(sys.modules, "torch._dynamo")
+    skew._forget_uncompiled()
+    assert done[4:] == []
+
+
+def landing(call: Call) -> Flight:
+    return Flight(call, "all_gather #1, begun at x.py:1")
+
+
+def refused(flight: Flight) -> str:
+    with pytest.raises(CollectiveRace) as raced:
+        flight.land()
+    head, _, rest = str(raced.value).partition(" before it was waited for, at ")
+    assert rest
+    return head.removeprefix("all_gather #1, begun at x.py:1: ")
+
+
+def test_tensors_that_were_touched_in_flight_are_named() -> None:
+    def tensors() -> tuple[Call, Tensor, Tensor]:
+        written, read = torch.ones(2), torch.ones(3, dtype=torch.int64)
+        return call_of([torch.zeros(0), written], [torch.ones(1), read]), written, read
+
+    call, written, read = tensors()
+    landing(call).land()
+    flight = landing(call)
+    read[2] = 5
+    assert refused(flight) == "its input was overwritten (int64[3])"
+    call, written, read = tensors()
+    flight = landing(call)
+    written[1] = 5
+    assert refused(flight) == "its output was written to (float32[2])"
+    call, written, read = tensors()
+    flight = landing(call)
+    read.set_(torch.ones(3, dtype=torch.int64))  # type: ignore[call-overload]
+    assert refused(flight) == "the memory of its input was freed (int64[3])"
+    call, written, read = tensors()
+    flight = landing(call)
+    written.untyped_storage().resize_(0)
+    assert refused(flight) == "the memory of its output was freed (float32[2])"
+
+
+def test_the_result_is_put_in_its_place_on_landing() -> None:
+    written = torch.ones(2)
+    flight = landing(call_of([written], []))
+    version = written._version
+    flight.written[0].fill_(4.0)
+    flight.land()
+    assert written.tolist() == [4.0, 4.0]
+    assert written._version == version
+
+
+def test_a_collective_in_place_sends_copies_of_what_it_writes() -> None:
+    tensor = torch.ones(2)
+    flight = landing(call_of([tensor], [], in_place=True))
+    assert flight.written[0].tolist() == [1.0, 1.0]
+    other = torch.ones(2)
+    assert landing(call_of([other], [])).written[0].data_ptr() != other.data_ptr()
+
+
+def test_an_input_that_is_a_part_of_the_output_may_change() -> None:
+    whole = torch.ones(4)
+    flight = landing(call_of([whole], [whole[:2]]))
+    assert whole.isnan().all()
+    assert flight.read[0].tolist() == [1.0, 1.0]
+    flight.land()
+    apart = torch.ones(4)
+    flight = landing(call_of([apart[:2]], [apart[2:]]))
+    apart[3] = 5.0
+    assert refused(flight) == "its input was overwritten (float32[2])"
+
+
+# Items
+
+
+def test_schedules_of_a_mark() -> None:
+    def of(*args: object, **kwargs: object) -> dict[int, Schedule]:
+        return schedules_of(pytest.mark.skew(*args, **kwargs).mark)
+
+    assert of() == {seed: Schedule(seed, 3.0) for seed in (1, 2, 3, 4, 5)}
+    assert of(seeds=2, milliseconds=7) == {seed: Schedule(seed, 7) for seed in (1, 2)}
+    assert of(seeds=(9, 0)) == {9: Schedule(9), 0: Schedule(0)}
+    assert of(milliseconds=60000)[1].milliseconds == 60000
+    assert len(of(seeds=10_000)) == 10_000
+    for args, kwargs, message in (
+        ((3,), {}, "skew(3): write skew(seeds=5) or skew(seeds=[3], milliseconds=20)"),
+        ((), {"seed": 1}, "skew(seed=...): write skew(seeds=5) or skew(seeds=[3], milliseconds=20)"),
+        *(
+            (
+                (),
+                {"seeds": seeds},
+                f"skew(seeds={seeds!r}): a number from 1 to 10000, or a list of at most as",
+            )
+            for seeds in (0, 10_001, [], "12", [1, -1], None, 1.5)
+        ),
+        *(
+            ((), {"milliseconds": each}, f"skew(milliseconds={each!r}): above 0 and at most 60000")
+            for each in (0, 60_001, "1", None, float("nan"))
+        ),
+    ):
+        with pytest.raises(pytest.fail.Exception) as failed:
+            of(*args, **kwargs)
+        assert str(failed.value).startswith(message)
+        assert failed.value.pytrace is False
+
+
+class Items:
+    """A plugin of rank 2, and under which schedules something ran."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, option: str | None = None) -> None:
+        self.ran: list[object] = []
+        self.on = ""
+        self.runners: list[Any] = []
+        rank: Any = SimpleNamespace(spec=SimpleNamespace(rank=2))
+        self.plugin = SkewedItems(rank, option)
+        monkeypatch.setattr(skewed_items, "Skew", self._skew)
+        monkeypatch.setattr(skewed_items, "RunSubtests", self._runner(monkeypatch))
+        monkeypatch.setattr(skewed_items, "fixture_value", lambda item, name: f"{name} of {item.name}")
+
+    def _skew(self, schedule: Schedule, rank: int) -> Any:
+        @contextlib.contextmanager
+        def on() -> Iterator[None]:
+            self.on = f"{schedule} of rank {rank}"
+            yield
+            self.on = ""
+
+        return SimpleNamespace(on=on)
+
+    def _runner(self, monkeypatch: pytest.MonkeyPatch) -> Any:
+        items = self
+
+        class Runner:
+            outer = ""
+
+            def __init__(self, rank: Any, subtests: str, chosen: dict[str, str]) -> None:
+                self.made = rank.spec.rank, subtests, chosen
+                self.settings: Any = None
+                self.selected: Any = None
+                items.runners.append(self)
+
+            def __call__(self, settings: dict[str, list[int]], run: Any) -> None:
+                self.settings = settings
+                for seed in settings["skew"]:
+                    run(skew=seed)
+
+            def select(self, selected: dict[str, str]) -> None:
+                self.selected = selected
+
+            def skip_if_nothing_ran(self) -> None:
+                items.ran.append("looks whether any ran")
+
+        return Runner
+
+    def call(self, mark: pytest.Mark | None, subtest: list[str], **fixtures: Any) -> Any:
+        """Run a function with a mark; return it as it is behind the call."""
+
+        def test(**arguments: object) -> None:
+            own = fixtures.get("run_subtests")
+            self.ran.append((self.on, arguments, getattr(own, "outer", None)))
+
+        config = SimpleNamespace(getoption={"subtest": subtest}.get)
+        item: Any = SimpleNamespace(
+            name="test_a",
+            obj=test,
+            config=config,
+            funcargs=fixtures,
+            get_closest_marker=lambda name: mark if name == "skew" else None,
+        )
+        hook = self.plugin.pytest_pyfunc_call(item)
+        next(hook)
+        item.obj(a=1)
+        with pytest.raises(StopIteration) as stopped:
+            hook.send("ran")
+        assert stopped.value.value == "ran"
+        assert item.obj is test
+        return item
+
+
+def test_a_marked_function_runs_once_for_each_seed(monkeypatch: pytest.MonkeyPatch) -> None:
+    items = Items(monkeypatch)
+    items.call(pytest.mark.skew(seeds=[4, 6]).mark, [])
+    assert items.ran == [
+        ("4 of rank 2", {"a": 1}, None),
+        ("6 of rank 2", {"a": 1}, None),
+        "looks whether any ran",
+    ]
+    (runner,) = items.runners
+    assert runner.made == (2, "subtests of test_a", {})
+    assert runner.settings == {"skew": [4, 6]}
+    own = skewed_items.RunSubtests(SimpleNamespace(spec=SimpleNamespace(rank=0)), "x", {})  # type: ignore[arg-type]
+    items.ran.clear()
+    items.call(pytest.mark.skew(seeds=[4]).mark, ["skew=4,value=3"], run_subtests=own)
+    assert items.ran == [("4 of rank 2", {"a": 1}, "skew=4"), "looks whether any ran"]
+    assert own.selected == {"value": "3"}  # type: ignore[attr-defined]
+    assert items.runners[-1].made == (2, "subtests of test_a", {"skew": "4"})
+
+
+def test_other_functions_run_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    marked = pytest.mark.skew(seeds=[4]).mark
+    for option, mark in ((None, None), (None, pytest.mark.skew(seeds=[]).mark), ("7", marked)):
+        items = Items(monkeypatch, option)
+        items.call(mark, [])
+        assert items.ran == [("", {"a": 1}, None)]
+
+
+@pytest.mark.parametrize(
+    ("option", "mark", "on"),
+    [
+        (None, None, ""),
+        ("7:2", None, "7:2 of rank 2"),
+        ("7:2", pytest.mark.skew(seeds=()).mark, ""),
+        ("7:2", pytest.mark.skew().mark, "7:2 of rank 2"),
+        ("7:2", pytest.mark.skew(seeds=0).mark, "7:2 of rank 2"),
+    ],
+)
+def test_an_option_disturbs_all_items_but_those_that_are_exempt(
+    monkeypatch: pytest.MonkeyPatch, option: str | None, mark: pytest.Mark | None, on: str
+) -> None:
+    items = Items(monkeypatch, option)
+    item: Any = SimpleNamespace(get_closest_marker=lambda name: mark if name == "skew" else None)
+    hook = items.plugin.pytest_ranks_run_item(item)
+    next(hook)
+    assert items.on == on
+    with pytest.raises(StopIteration) as stopped:
+        hook.send("ran")
+    assert (stopped.value.value, items.on) == ("ran", "")
+
+
+# The plugin
+
+
+class Config:
+    def __init__(self, option: str | None, backend: str | None = None) -> None:
+        self.option = SimpleNamespace(ranks_skew=option)
+        self.plugins: dict[str, Any] = {}
+        if backend:
+            rank = SimpleNamespace(spec=SimpleNamespace(rank=1))
+            self.plugins[RANK_PLUGIN] = SimpleNamespace(world=SimpleNamespace(backend=backend), rank=rank)
+        self.pluginmanager = SimpleNamespace(
+            hasplugin=self.plugins.__contains__,
+            get_plugin=self.plugins.get,
+            register=lambda made, name: self.plugins.__setitem__(name, made),
+        )
+        self.lines: list[tuple[str, str]] = []
+
+    def addinivalue_line(self, name: str, line: str) -> None:
+        self.lines.append((name, line))
+
+
+@pytest.mark.parametrize(
+    ("option", "backend", "is_skewed"),
+    [(None, "gloo", False), ("7", "gloo", True), ("7", "fake", False), ("7", None, False)],
+)
+def test_a_rank_delays_by_the_option(option: str | None, backend: str | None, is_skewed: bool) -> None:
+    config: Any = Config(option, backend)
+    plugin.pytest_configure(config)
+    assert ("harness-skew" in config.plugins) is is_skewed
+    assert config.lines == [
+        ("markers", "skew(seeds=5, milliseconds=3): run a test under schedules of delays.")
+    ]
+    made = config.plugins.get("harness-skew")
+    plugin.pytest_configure(config)
+    assert config.plugins.get("harness-skew") is made
+    with pytest.raises(pytest.UsageError, match=r"^--skew 'x': write SEED or SEED:MILLISECONDS"):
+        plugin.pytest_configure(Config("x", backend))  # type: ignore[arg-type]
+
+
+def item_of(config: Any, *marks: str, cls: type | None = None) -> Any:
+    return SimpleNamespace(
+        config=config,
+        cls=cls,
+        stash=pytest.Stash(),
+        get_closest_marker=lambda name: name if name in marks else None,
+    )
+
+
+def test_marks_that_would_do_nothing_are_refused() -> None:
+    import unittest
+
+    from lockstep.controller.requests import REFUSAL
+    from lockstep.reporting.merge import HAS_CASES
+
+    def why(option: str | None, *marks: str, cls: type | None = None) -> str:
+        config: Any = Config(option)
+        item = item_of(config, *marks, cls=cls)
+        plugin.pytest_collection_modifyitems(config, [item_of(config), item])
+        assert item.stash.get(HAS_CASES, False) is ("skew" in marks)
+        refusal = item.stash.get(REFUSAL, None)
+        assert refusal is None or refusal.outcome == "failed"
+        return "" if refusal is None else refusal.why
+
+    method = unittest.TestCase
+    assert why(None, "ranks") == why(None, "ranks", "skew") == why(None, "ranks", "skew", cls=int) == ""
+    assert why(None, "skew") == "skew: the test has no ranks to delay; write @pytest.mark.ranks(2), too"
+    assert why(None, "skew", "ranks", cls=method).startswith("skew: the mark is for functions and plain")
+    assert why("7", "skew", "ranks", cls=method) == ""
+
+
+def test_a_rank_runs_items_by_their_marks_once_there_is_one() -> None:
+    config: Any = Config(None, "gloo")
+    plugin.pytest_collection_modifyitems(config, [item_of(config)])
+    assert "harness-skew" not in config.plugins
+    marked = item_of(config, "skew")
+    plugin.pytest_collection_modifyitems(config, [item_of(config), marked])
+    assert config.plugins["harness-skew"]._schedule is None
+    assert len(marked.stash) == 0
