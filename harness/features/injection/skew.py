@@ -125,7 +125,7 @@ class Flight:
             _copy(each) if call.in_place else torch.empty_like(each) if _is_plain(each) else each
             for each in call.written
         ]
-        self._places = [each.data_ptr() for each in (*call.written, *call.read)]
+        self._places = [_address(each) for each in (*call.written, *call.read)]
         self._poison = [self._poisoned(*pair) for pair in zip(self._outputs, self.written, strict=True)]
         # In place, as FSDP gathers, a part of the output is sent.
         self._unchecked = [bool(call.written) and _overlaps(each, call.written) for each in call.read]
@@ -140,7 +140,7 @@ class Flight:
         """Check that nothing has touched the tensors, and put the result in its place."""
         outputs, inputs = self._outputs, self._inputs
         for number, (tensor, place) in enumerate(zip((*outputs, *inputs), self._places, strict=True)):
-            if tensor.data_ptr() != place or not _has_memory(tensor):
+            if _address(tensor) != place or not _has_memory(tensor):
                 what = "output" if number < len(outputs) else "input"
                 self._fail(f"the memory of its {what} was freed", tensor)
         for tensor, sent, unchecked in zip(inputs, self.read, self._unchecked, strict=True):
@@ -179,6 +179,11 @@ def _copy(tensor: Tensor) -> Tensor:
     return tensor.data.clone() if _is_plain(tensor) else tensor
 
 
+def _address(tensor: Tensor) -> int:
+    """Return where a tensor's memory begins; 0 of a sparse one, which has no single memory."""
+    return tensor.data_ptr() if tensor.layout is torch.strided else 0
+
+
 def _has_memory(tensor: Tensor) -> bool:
     if tensor.layout is not torch.strided or not tensor.numel():
         return True
@@ -187,10 +192,9 @@ def _has_memory(tensor: Tensor) -> bool:
 
 
 def _overlaps(tensor: Tensor, others: Sequence[Tensor]) -> bool:
-    start, end = tensor.data_ptr(), tensor.data_ptr() + tensor.numel() * tensor.itemsize
+    start, end = _address(tensor), _address(tensor) + tensor.numel() * tensor.itemsize
     return any(
-        start < other.data_ptr() + other.numel() * other.itemsize and other.data_ptr() < end
-        for other in others
+        start < _address(other) + other.numel() * other.itemsize and _address(other) < end for other in others
     )
 
 

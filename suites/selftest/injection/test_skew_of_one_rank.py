@@ -259,6 +259,16 @@ def test_an_input_that_is_a_part_of_the_output_may_change() -> None:
     assert refused(flight) == "its input was overwritten (float32[2])"
 
 
+def test_a_tensor_that_cannot_be_copied_travels_itself() -> None:
+    strided, sparse = torch.ones(4)[::2], torch.eye(2).to_sparse()
+    flight = landing(call_of([strided, sparse], [strided, sparse]))
+    assert flight.written[0] is flight.read[0] is strided
+    assert flight.written[1] is flight.read[1] is sparse
+    assert strided.tolist() == [1.0, 1.0]
+    strided[0] = 2.0
+    flight.land()
+
+
 # Items
 
 
