@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import time
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -23,10 +24,12 @@ from lockstep.features.sweep.messages import (
     Pending,
     Plan,
     Ran,
+    Recorded,
     Result,
     Resume,
 )
 from lockstep.features.sweep.points import Kind, Point, Spot
+from lockstep.features.sweep.report import Counts
 from lockstep.protocol import Part, RankStatus, RunItem, Vote
 from lockstep.world.clock import Clock
 from lockstep.world.diagnosis import Diagnosis
@@ -303,6 +306,127 @@ def test_a_run_without_a_sweep_is_left_alone(tmp_path: Path) -> None:
         outcome = ItemOutcome((), 1.0, False, 1.0, parts=parts)
         assert sweeps.pytest_ranks_again(order, outcome, runs.append) is None  # type: ignore[arg-type]
     assert (folder.exists(), runs) == (False, [])
+
+
+def ended(running: Running, *fates: Any) -> ItemOutcome:
+    """Return the outcome of a world in which ranks ended so."""
+    for rank, fate in zip(running.ranks, fates, strict=True):
+        rank.fate = fate
+    return ItemOutcome(running.ranks, 1.0, False, 1.0, parts={FEATURE: running.progress})
+
+
+def test_a_sweep_runs_on_other_worlds_until_all_points_have_run(tmp_path: Path) -> None:
+    order = RunItem("test_x.py::test_y", "test_x.py", None, str(tmp_path / "shared"), parts={"other": 1})
+    folder = tmp_path / "shared.sweep"
+    folder.mkdir()
+    first, second, last = Running(), Running(), Running()
+    for each in (first, second):
+        each.progress.excuse(each.run, 1)
+    last.meet(*[Over()] * 3)
+    outcomes = [ended(second, FINISHED, DIED, FINISHED), ended(last, FINISHED, FINISHED, FINISHED)]
+    ran: list[RunItem] = []
+
+    def run(given: RunItem) -> ItemOutcome:
+        assert folder.exists()
+        ran.append(given)
+        return outcomes[len(ran) - 1]
+
+    sweeps = Sweeps(BUDGET)
+    assert sweeps.pytest_ranks_again(order, ended(first, FINISHED, DIED, FINISHED), run) is outcomes[1]
+    assert [each.parts["other"] for each in ran] == [1, 1]
+    assert [each.parts[FEATURE].start for each in ran] == [1, 1]
+    assert order.parts == {"other": 1}
+    assert not folder.exists()
+
+
+def test_what_a_sweep_has_put_aside_goes_also_where_no_world_starts(tmp_path: Path) -> None:
+    order = RunItem("test_x.py::test_y", "test_x.py", None, str(tmp_path / "shared"))
+    folder = tmp_path / "shared.sweep"
+    folder.mkdir()
+    running = Running()
+    running.progress.excuse(running.run, 1)
+
+    def run(_: RunItem) -> ItemOutcome:
+        raise OSError("no room")
+
+    with pytest.raises(OSError, match="no room"):
+        Sweeps(BUDGET).pytest_ranks_again(order, ended(running, FINISHED, DIED, FINISHED), run)
+    assert not folder.exists()
+
+
+def test_points_that_do_not_hold_are_a_section(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("lockstep.features.sweep.controller.rerun_line", lambda item: f"pytest {item}")
+
+    def section(parts: dict[str, Any]) -> tuple[str, str] | None:
+        outcome = ItemOutcome((), 1.0, False, 1.0, parts=parts)
+        return Sweeps(BUDGET).pytest_ranks_sections(SimpleNamespace(outcome=outcome, item="x"))  # type: ignore[arg-type]
+
+    assert section({}) is None
+    assert section({FEATURE: Progress(BUDGET, None)}) is None
+    running = Running("fail")
+    parts = {FEATURE: running.progress}
+    assert section(parts) is None
+    running.meet(*[Ran(True)] * 3)
+    running.meet(*[Claimed(True)] * 3)
+    assert section(parts) is None
+    running.progress.results.append(Result(running.point, "lost", True))
+    found = section(parts)
+    assert found is not None
+    assert found[0] == "sweep"
+    assert "    lost" in found[1]
+    assert "pytest x" in found[1]
+    running.progress.plan = None
+    assert section(parts) is None
+
+
+def test_a_part_of_a_sweep_reports_its_numbers() -> None:
+    running = Running()
+    running.meet(*[Ran(True)] * 3)
+    running.meet(*[Claimed(True)] * 3)
+    assert running.progress.plan is not None
+    running.progress.plan = replace(running.progress.plan, num_parts=2)
+    outcome = ItemOutcome((), 1.0, False, 1.0, parts={FEATURE: running.progress})
+    reports: Any = [SimpleNamespace(user_properties=[]), SimpleNamespace(user_properties=[])]
+    Sweeps(BUDGET).pytest_ranks_reported(outcome, reports)
+    (_, text), (name, numbers) = reports[1].user_properties
+    assert (reports[0].user_properties, name) == ([], "sweep counts")
+    assert str(Counts(**numbers)) == text == "1 of 1 points held: kill 1"
+    outcome.parts.clear()
+    Sweeps(BUDGET).pytest_ranks_reported(outcome, reports)
+    running.progress.plan = None
+    outcome.parts[FEATURE] = running.progress
+    Sweeps(BUDGET).pytest_ranks_reported(outcome, reports)
+    assert len(reports[1].user_properties) == 2
+
+
+def test_a_recording_makes_the_plan_or_says_why_not() -> None:
+    spots = (Spot(0, "write", 1, 0, ""), Spot(0, "end", 1, 1, ""))
+    recorded = Recorded(spots, frozenset(), {}, ("kill",), 0.1, 0.1, True, (0, 1))
+    progress, run = Progress(BUDGET, None), Running().run
+    made = progress.meet(run, {0: recorded})
+    assert progress.plan is made
+    assert isinstance(made, Plan)
+    refused = progress.meet(run, {0: replace(recorded, reads=False)})
+    assert refused == "the claim has not looked at anything below the directories"
+    assert progress.plan is None
+
+
+def test_a_part_that_ranks_say_before_the_sweep_has_begun_makes_its_progress() -> None:
+    sweeps, run = Sweeps(BUDGET), SimpleNamespace(parts={}, order=SimpleNamespace(parts={}))
+    parts: dict[str, Any] = {}
+    votes = [Vote("", "x", more=Joins((folder,), 1)) for folder in ("a", "b")]
+    sweeps.pytest_ranks_agreed(run, votes, parts)  # type: ignore[arg-type]
+    progress: Any = run.parts[FEATURE]
+    assert (progress.folders, parts) == ((("a",), ("b",)), {FEATURE: None})
+    sweeps.pytest_ranks_agreed(run, votes, parts)  # type: ignore[arg-type]
+    assert run.parts[FEATURE] is progress
+    resume = Resume(Running().progress.plan, (), 4, None)  # type: ignore[arg-type]
+    again = SimpleNamespace(parts={}, order=SimpleNamespace(parts={FEATURE: resume}))
+    sweeps.pytest_ranks_agreed(again, votes, parts)  # type: ignore[arg-type]
+    continued: Any = again.parts[FEATURE]
+    assert continued.plan is resume.plan
+    held = Result(Running().point, "", True)
+    assert Progress(BUDGET, replace(resume, results=(held,))).results == [held]
 
 
 def test_the_last_report_has_the_counts_of_a_sweep() -> None:
