@@ -293,6 +293,28 @@ def test_others_hear_of_a_rank_that_has_left_the_function() -> None:
     assert running.sent == [(1, Lost(0)), (2, Lost(0))]
 
 
+def test_a_sweep_hears_of_deaths_and_standstills() -> None:
+    running = Running()
+    sweeps, run = sweeps_of(running)
+    assert sweeps.pytest_ranks_died(run, 1, DIED) == "as the sweep does"
+    assert sweeps.pytest_ranks_died(run, 0, DIED) is None
+    sweeps.pytest_ranks_standstill(run, HANG)
+    running.meet(*[Ran(True)] * 3)
+    assert running.meet(*[Claimed(True)] * 3).problem.startswith("a hang: rank 1 waits")
+
+
+def test_a_rank_that_died_says_nothing_more() -> None:
+    running = Running()
+    sweeps, run = sweeps_of(running)
+    parts: dict[str, Any] = {}
+    votes = [Vote("", "died", more=Over()), Vote("", "ran", more=Ran(True)), Vote("", "ran", more=Ran(True))]
+    sweeps.pytest_ranks_agreed(run, votes, parts)
+    assert parts == {FEATURE: None}
+    assert not running.progress.is_over
+    sweeps.pytest_ranks_agreed(run, [Vote("", "ended", more="other")] * 3, parts := {})
+    assert parts == {}
+
+
 def test_a_run_without_a_sweep_is_left_alone(tmp_path: Path) -> None:
     sweeps, run = Sweeps(BUDGET), SimpleNamespace(parts={})
     assert sweeps.pytest_ranks_died(run, 0, DIED) is None  # type: ignore[arg-type]
@@ -306,6 +328,7 @@ def test_a_run_without_a_sweep_is_left_alone(tmp_path: Path) -> None:
         outcome = ItemOutcome((), 1.0, False, 1.0, parts=parts)
         assert sweeps.pytest_ranks_again(order, outcome, runs.append) is None  # type: ignore[arg-type]
     assert (folder.exists(), runs) == (False, [])
+    assert sweeps.pytest_ranks_again(order, outcome, runs.append) is None  # type: ignore[arg-type]
 
 
 def ended(running: Running, *fates: Any) -> ItemOutcome:
