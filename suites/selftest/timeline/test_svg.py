@@ -93,6 +93,18 @@ class Picture:
         ]
 
 
+def test_bars_that_overlap_a_little_are_in_rows_of_their_own() -> None:
+    bars = [bar(3, 20, 30), bar(1, 0, 10), bar(2, 9, 19), bar(4, 19, 25)]
+    rows = svg._rows(lane(0, *bars), Linear(timeline()))  # type: ignore[arg-type]
+    assert [[each.key[2] for each in row] for row in rows] == [[1, 4], [2, 3]]
+
+
+def test_times_of_a_long_test_are_exact() -> None:
+    late = bar(1, 9_000_000_000_000, 9_500_000_000_000)
+    said = "begun at 9000000.000 ms, took 500000.000 ms"
+    assert times(late, Timeline("id", (), 0, 10**13)) == said
+
+
 def test_a_lane_is_as_high_as_the_rows_of_what_overlaps() -> None:
     overlap = bar(1, 10, 40), bar(2, 20, 30), bar(3, 30, 50), bar(4, 40, 60)
     picture = Picture(timeline(lane(0, *overlap), lane(1), lane(2)))
