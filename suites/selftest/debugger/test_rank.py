@@ -14,8 +14,9 @@ from unittest.mock import Mock
 import pytest
 
 from lockstep.exceptions import PeerFailed
-from lockstep.features.debugger import FEATURE, rank
+from lockstep.features.debugger import FEATURE, plugin, pytest_internals, rank
 from lockstep.features.debugger.rank import IdeDebugger, NoDebugger, RankDebugger, plug_in
+from lockstep.hookspecs import RANK_PLUGIN
 from lockstep.protocol import Part
 
 
@@ -229,3 +230,57 @@ def test_a_breakpoint_without_a_debugger_fails_with_the_option() -> None:
     assert str(failed.value).endswith(
         ": breakpoint in rank 1 of 2: ranks have no terminal of their own; run the test with --rank-pdb 0"
     )
+
+
+def test_the_debugger_writes_to_the_terminal_of_the_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    done: list[object] = []
+    manager = SimpleNamespace(
+        unblock=lambda name: done.append(("unblock", name)),
+        register=lambda reporter, name: done.append(("register", reporter._tw, name)),
+        unregister=lambda reporter: done.append(("unregister", reporter._tw)),
+        set_blocked=lambda name: done.append(("block", name)),
+    )
+    config = SimpleNamespace(pluginmanager=manager)
+    monkeypatch.setattr(pytest_internals, "create_terminal_writer", lambda *given: given)
+    fails: list[BaseException] = []
+
+    def interact(_: object, *given: object) -> None:
+        done.append(given)
+        for error in fails:
+            raise error
+
+    monkeypatch.setattr(pytest_internals.PdbInvoke, "pytest_exception_interact", interact)
+    item: Any = SimpleNamespace(config=config)
+    call: Any = "call"
+    writer = (config, sys.__stdout__)
+    for error in (None, pytest.exit.Exception("quit")):
+        done.clear()
+        report: Any = SimpleNamespace(_pdbshown=True)
+        if error is None:
+            pytest_internals.open_debugger(item, call, report)
+        else:
+            fails.append(error)
+            with pytest.raises(pytest.exit.Exception):
+                pytest_internals.open_debugger(item, call, report)
+        assert done == [
+            ("unblock", "terminalreporter"),
+            ("register", writer, "terminalreporter"),
+            (item, call, report),
+            ("unregister", writer),
+            ("block", "terminalreporter"),
+        ]
+        assert not hasattr(report, "_pdbshown")
+
+
+def test_a_rank_has_its_debugger_before_its_session_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    plugged: list[object] = []
+    monkeypatch.setattr(rank, "plug_in", lambda *given: plugged.append(given))
+    session = SimpleNamespace(rank="rank")
+    for plugins, expected in (({}, []), ({RANK_PLUGIN: session}, ["rank"])):
+        config: Any = SimpleNamespace(pluginmanager=SimpleNamespace(get_plugin=plugins.get))
+        hook = plugin.pytest_cmdline_main(config)
+        next(hook)
+        assert plugged == [(config, each) for each in expected]
+        with pytest.raises(StopIteration) as stopped:
+            hook.send(3)
+        assert stopped.value.value == 3
