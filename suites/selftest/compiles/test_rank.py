@@ -246,6 +246,35 @@ def test_only_an_order_with_cases_has_its_graphs_checked() -> None:
     assert (checked._wire, checked._manager) == ("wire", manager)
 
 
+@pytest.mark.parametrize("parts", [{}, {FEATURE: "/kept"}])
+def test_a_rank_prepares_its_compiler(monkeypatch: pytest.MonkeyPatch, parts: dict[str, str]) -> None:
+    made: list[Any] = []
+    monkeypatch.setattr(rank, "Compiler", lambda *given: made.append([given, Mock()]) or made[-1][1])
+    session = Session()
+    session.rank.spec.session.parts = parts
+    manager = SimpleNamespace(get_plugin={RANK_PLUGIN: session}.get)
+    config: Any = SimpleNamespace(pluginmanager=manager, stash={})
+    plugin.pytest_configure(config)
+    ((given, compiler),) = made
+    assert given == (session, parts.get(FEATURE, ""), manager)
+    compiler.install.assert_called_once_with()
+    assert [*config.stash.values()] == [compiler]
+
+
+def test_the_controller_prepares_the_folder_and_names_it_to_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    from lockstep.features.compiles import cache_directory
+
+    prepared: list[object] = []
+    monkeypatch.setattr(cache_directory, "prepare", prepared.append)
+    monkeypatch.setattr(cache_directory, "cache_directory", lambda config: f"/kept/{config}")
+    config: Any = SimpleNamespace(pluginmanager=SimpleNamespace(get_plugin=lambda name: None))
+    plugin.pytest_configure(config)
+    assert prepared == [config]
+    parts: dict[str, Any] = {}
+    plugin.pytest_ranks_session("config", parts)  # type: ignore[arg-type]
+    assert parts == {FEATURE: "/kept/config"}
+
+
 # In the controller
 
 
