@@ -21,6 +21,7 @@ from lockstep.features.injection.lost_peers import LostPeers
 from lockstep.features.injection.messages import FEATURE, EndOfBlock, Expects, Happened, LeavesByError
 from lockstep.features.injection.work import Watched
 from lockstep.protocol import Agreed, Part, Vote
+from suites.selftest.project import wait_for
 
 CASE = "faults.expect('SIGKILL')"
 LOST = RuntimeError("gloo: Connection closed by peer\nmore")
@@ -118,6 +119,13 @@ def test_another_error_of_this_rank_is_raised() -> None:
         Expecting(happened=[other, DIED]).run(ValueError("own"))
 
 
+def test_what_ends_the_run_is_raised_at_once() -> None:
+    expecting = Expecting()
+    with pytest.raises(KeyboardInterrupt):
+        expecting.run(KeyboardInterrupt())
+    assert (len(expecting.done), expecting.votes) == (1, [])
+
+
 @pytest.mark.parametrize("error", [AssertionError("no"), pytest.skip.Exception("no")])
 def test_a_claim_of_this_rank_fails_once_the_others_know(error: BaseException) -> None:
     expecting = Expecting()
@@ -160,6 +168,8 @@ def test_what_never_struck_is_said_where_nothing_happened() -> None:
         f"{CASE}: nothing happened to any rank",
         *("one missed; two missed", "three missed"),
     ]
+    with pytest.raises(pytest.fail.Exception, match=r"instead: rank 1 lost others: gloo; rank 2 ended the"):
+        Expecting([Vote(CASE, "lost others", "gloo"), Vote("", "ended")], []).run()
     with pytest.raises(pytest.fail.Exception) as failed:
         Expecting([Vote("", "ended"), Vote("", "ended", "x")], [Happened(1, "rank 1 left", 0.0)]).run()
     assert str(failed.value).splitlines()[0] == (
@@ -267,11 +277,17 @@ def awaiting(peers: LostPeers, work: dist.Work, members: set[int]) -> tuple[thre
     return thread, ended
 
 
+def waiters_of(peers: LostPeers) -> object:
+    changed: Any = peers._changed
+    return changed._waiters
+
+
 def test_a_wait_ends_with_its_collective() -> None:
-    work = Work()
-    thread, ended = awaiting(LostPeers(), work, {0, 1})
+    work, peers = Work(), LostPeers()
+    thread, ended = awaiting(peers, work, {0, 1})
+    wait_for(lambda: waiters_of(peers), "the wait")
     work.future.set_result(None)
-    thread.join(60)
+    thread.join(10)
     assert ended == ["over"]
 
 
@@ -279,8 +295,9 @@ def test_a_wait_for_a_rank_that_has_gone_is_given_up(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(waits, "GIVES_UP_AFTER", 0.01)
     peers = LostPeers()
     thread, ended = awaiting(peers, Work(), {0, 1, 2})
+    wait_for(lambda: waiters_of(peers), "the wait")
     peers.note(1)
-    thread.join(60)
+    thread.join(10)
     assert ended == [
         "gloo: Connection closed by peer: all_reduce #1 did not end within 0.01 s of the loss of rank 1"
     ]
