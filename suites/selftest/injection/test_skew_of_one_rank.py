@@ -269,6 +269,28 @@ def test_a_tensor_that_cannot_be_copied_travels_itself() -> None:
     flight.land()
 
 
+def test_a_tensor_has_memory_for_all_its_elements() -> None:
+    tensor = torch.ones(6)
+    storage = tensor.untyped_storage()
+    tail = tensor[4:]
+    assert skew._has_memory(tensor)
+    assert skew._has_memory(tail)
+    storage.resize_(23)
+    assert not skew._has_memory(tensor)
+    assert not skew._has_memory(tail)
+    assert skew._has_memory(tensor[:5])
+    assert skew._has_memory(tensor[6:])
+    assert skew._has_memory(torch.eye(2).to_sparse())
+
+
+def test_memory_that_only_touches_does_not_overlap() -> None:
+    tensor = torch.ones(6)
+    found = [
+        skew._overlaps(tensor[2:4], [tensor[:start], tensor[end:]]) for start, end in ((2, 4), (3, 4), (2, 3))
+    ]
+    assert found == [False, True, True]
+
+
 # Items
 
 
