@@ -414,6 +414,7 @@ def test_a_marked_function_runs_once_for_each_seed(monkeypatch: pytest.MonkeyPat
     assert items.ran == [("4 of rank 2", {"a": 1}, "skew=4"), "looks whether any ran"]
     assert own.selected == {"value": "3"}  # type: ignore[attr-defined]
     assert items.runners[-1].made == (2, "subtests of test_a", {"skew": "4"})
+    items.call(pytest.mark.skew(seeds=[4]).mark, [], run_subtests="of another plugin")
 
 
 def test_other_functions_run_once(monkeypatch: pytest.MonkeyPatch) -> None:
