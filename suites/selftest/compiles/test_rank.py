@@ -55,7 +55,7 @@ class Session:
 
 @pytest.fixture
 def compiled(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Any]]:
-    """What was registered to be called before and after a compilation, and resets."""
+    """Calls that were registered before and after a compilation, and resets."""
     calls: list[Any] = []
     monkeypatch.setattr(rank, "on_compile", lambda *given: calls.append(given))
     monkeypatch.setattr(torch.compiler, "reset", lambda: calls.append("reset"))

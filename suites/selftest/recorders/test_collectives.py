@@ -32,7 +32,7 @@ class Operator:
 
 @pytest.fixture(autouse=True)
 def groups(monkeypatch: pytest.MonkeyPatch) -> list[object]:
-    """What was asked for a process group."""
+    """Arguments that were given for a process group."""
     asked: list[object] = []
 
     def group_of(argument: object) -> Any:
