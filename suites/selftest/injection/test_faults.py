@@ -411,6 +411,49 @@ def test_a_released_handle_has_its_outputs_as_long_as_others_hold_them() -> None
         watched.result()
 
 
+def test_a_future_has_the_outputs_once_its_wait_is_over() -> None:
+    begun, settled = list[str](), list[str]()
+    theirs: torch.futures.Future[None] = torch.futures.Future()
+    work = Mock(spec=dist.Work)
+    work.get_future.return_value = theirs
+    tensor = torch.ones(1)
+    watched = Watched(
+        work, [tensor], lambda: settled.append("over"), begin_wait=lambda: begun.append("begins")
+    )
+    found = watched.get_future()
+    assert settled == []
+    theirs.set_result(None)
+    assert found.wait()[0] is tensor
+    assert (begun, settled) == (["begins"], ["over"])
+
+
+def test_a_future_raises_what_its_wait_or_the_collective_has_met() -> None:
+    def gives_up() -> None:
+        raise RuntimeError("given up")
+
+    work = Mock(spec=dist.Work)
+    work.get_future.return_value = torch.futures.Future()
+    with pytest.raises(RuntimeError, match="given up"):
+        Watched(work, [], begin_wait=gives_up).get_future().wait()
+    settled: list[str] = []
+    failed: torch.futures.Future[None] = torch.futures.Future()
+    failed.set_exception(ValueError("lost"))
+    work.get_future.return_value = failed
+    with pytest.raises(RuntimeError, match="lost"):
+        Watched(work, [], lambda: settled.append("over")).get_future().wait()
+    assert settled == []
+
+
+def test_a_handle_says_when_a_wait_returned_and_whether_it_is_over() -> None:
+    work, waited = Mock(spec=dist.Work), list[str]()
+    work.is_completed.return_value = False
+    watched = Watched(work, [], waited=lambda: waited.append("waited"))
+    assert not watched.is_completed()
+    watched.wait()
+    watched.wait()
+    assert waited == ["waited"] * 2
+
+
 def test_a_handle_is_not_released_while_a_fault_holds_up_the_thread_that_waits() -> None:
     holds, goes_on = threading.Event(), threading.Event()
 
