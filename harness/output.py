@@ -50,9 +50,12 @@ def truncate_lines(lines: list[str], most: int = MAX_TEXT) -> list[str]:
     if sum(map(len, lines)) <= most:
         return lines
     first = _count_of_half(lines, most // 2)
-    last = _count_of_half(lines[:first:-1], most // 2)
+    last = _count_of_half(lines[first:][::-1], most // 2)
     left_out = len(lines) - first - last
-    return [*lines[:first], f"[... {left_out:,} lines left out ...]", *lines[first + left_out :]]
+    if not left_out:
+        return lines
+    note = "[... 1 line left out ...]" if left_out == 1 else f"[... {left_out:,} lines left out ...]"
+    return [*lines[:first], note, *lines[first + left_out :]]
 
 
 def _count_of_half(lines: list[str], most: int) -> int:

@@ -109,8 +109,11 @@ def test_what_is_left_out_begins_and_ends_at_a_line_unless_that_is_most_of_it(tm
     assert truncate(long, 100) == f"{long[:32]}\n[... 337 characters left out ...]\n{long[-32:]}"
 
 
-def test_a_single_long_line_is_kept_and_the_others_are_counted() -> None:
-    assert truncate_lines(["x" * 50, "y" * 50], 10) == ["x" * 50, "[... 1 lines left out ...]"]
+def test_a_first_and_a_last_line_are_kept_however_long_they_are() -> None:
+    for lines in ["x" * 50], ["x" * 50, "y" * 50]:
+        assert truncate_lines(lines, 10) == lines
+    assert truncate_lines(["x" * 50, "y", "z"], 10) == ["x" * 50, "y", "z"]
+    assert truncate_lines([*"xyz"], 2) == ["x", "[... 1 line left out ...]", "z"]
     lines = ["x" * 50, *"abc", "y" * 50]
     assert truncate_lines(lines, 60) == ["x" * 50, "[... 3 lines left out ...]", "y" * 50]
     assert truncate_lines(lines, 103) == lines
