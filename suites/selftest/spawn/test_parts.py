@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import os
+import pickle
 import re
 import sys
 import threading
+from dataclasses import replace
 from multiprocessing import get_context
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
@@ -17,12 +19,15 @@ import torch
 from lockstep.exceptions import RankLeakWarning
 from lockstep.features.spawn import hang, held, processes
 from lockstep.features.spawn.counts import Counts
+from lockstep.features.spawn.deadline import LOOK_EVERY
+from lockstep.features.spawn.failure import failure_path, stacks_path
 from lockstep.features.spawn.held import held_by_modules
 from lockstep.features.spawn.pickling import NotAlone, pickle_alone
 from lockstep.features.spawn.process_state import differing_variable
 from lockstep.features.spawn.processes import TestProcesses
 from lockstep.features.spawn.starter import Started, Starter
-from lockstep.protocol import RankStatus
+from lockstep.protocol import Finished, RankStatus
+from lockstep.world.outcome import Died, ItemOutcome, RankOutcome, Stuck
 from suites.selftest.spawn.test_calls import config_of, item_of
 
 
@@ -172,7 +177,7 @@ def test_a_process_that_does_not_end_fails_those_of_its_function(
     tested._config, tested.directory = config_of(timeout=1e-6), str(tmp_path)
     tested.await_process(11, 1)  # no item runs
     tested.begin(item_of())
-    everything = [started(11, alive=True), started(12, alive=True), started(13), started(14, True, 0, "`g`")]
+    everything = [started(14, True, 0, "`g`"), started(11, alive=True), started(12, alive=True), started(13)]
     for each in everything:
         tested.add(each)
     with pytest.raises(pytest.fail.Exception) as failed:
@@ -200,6 +205,234 @@ def test_a_process_without_a_line_of_the_test_is_placed(
     if text:
         (tmp_path / "spawned" / "5.stacks").write_text(text)
     assert tested._status_of(5).where == place
+
+
+@pytest.fixture
+def recorded(tested: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """The same, with a directory in which processes leave files, at a time that stands still."""
+    tested.directory = str(tmp_path)
+    for name in ("spawned", "ranks"):
+        (tmp_path / name).mkdir()
+    clock = SimpleNamespace(time=lambda: 9.0, monotonic=lambda: 7.0)
+    monkeypatch.setattr(processes, "time", clock)
+    sent = {"pytest_report_to_serializable": lambda config, report: (report.when, report.outcome)}
+    tested._config.hook, tested._config.invocation_params = SimpleNamespace(**sent), SimpleNamespace(dir="/x")
+    return tested
+
+
+def test_files_and_exit_codes_say_how_processes_ended(recorded: Any, tmp_path: Path) -> None:
+    item, setup = item_of(), ("setup", "passed")
+    item.nodeid, item.location, item.keywords = "a.py::test", ("a.py", 3, "test"), {}
+    for pid in (1, 3):
+        failure_path(str(tmp_path), pid).write_bytes(
+            pickle.dumps({"nodeid": "", "location": "", "longrepr": 1})
+        )
+    stacks_path(str(tmp_path), 6).write_text("stacks")
+    recorded._hung = {1}
+    given = [(1, -9, 4), (3, 1, 4), (4, 0, 7), (6, -15, 4), (6, -15, 6), (7, 3, 4)]
+    found = [
+        recorded._outcome(item, 2, started(pid, code=code).process, failed) for pid, code, failed in given
+    ]
+    of_item = {"nodeid": "a.py::test", "location": ("a.py", 3, "test"), "longrepr": 1}
+    nowhere, ended = "code that is not the test's", Finished(True, 0, 0)
+    assert found == [
+        RankOutcome(2, [setup], fate=Stuck(RankStatus("", nowhere, ""), 9.0, phases_over=1)),
+        RankOutcome(2, [setup, of_item], fate=ended),
+        RankOutcome(2, [setup], fate=ended),
+        RankOutcome(2, [setup], fate=Stuck(RankStatus("stacks", nowhere, ""), 9.0, phases_over=1)),
+        RankOutcome(2, [setup], fate=Died(-15, "", 9.0, phases_over=1)),
+        RankOutcome(2, [setup], fate=Died(3, "", 9.0, phases_over=1)),
+    ]
+
+
+def of_call(pid: int, index: int | None, **given: Any) -> Started:
+    """Return a process of a call of `spawn`."""
+    return replace(started(pid, **given), index=index)
+
+
+def test_processes_of_a_failed_call_have_one_report(recorded: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    merged: list[Any] = []
+    failed: Any = SimpleNamespace(failed=True)
+
+    def merge(outcome: ItemOutcome, *given: Any) -> list[Any]:
+        merged.extend([outcome, *given])
+        return [SimpleNamespace(failed=False), failed]
+
+    monkeypatch.setattr(processes, "merge", merge)
+    monkeypatch.setattr(processes, "rerun_line", lambda item: ("again", item))
+    monkeypatch.setattr(TestProcesses, "_outcome", lambda self, *given: given)
+    recorded._config.getoption = {"world_seed": 5}.get
+    item = item_of()
+    recorded._began = 4.5
+    for each in (of_call(11, 0), of_call(12, 1), started(13)):
+        recorded.add(each)
+    assert recorded.report_of(item, 12) is failed
+    outcome, of, rerun, seed = merged
+    assert [(given[0], *given[1:2], given[2].pid, given[3]) for given in outcome.ranks] == [
+        (item, 0, 11, 12),
+        (item, 1, 12, 12),
+    ]
+    assert (outcome.timeout, outcome.timed_out, outcome.seconds) == (2.5, False, 2.5)
+    assert (of, rerun(), seed) == (item, ("again", item), 5)
+    assert recorded.report_of(item, 13) is None
+    recorded.directory = ""
+    assert recorded.report_of(item, 12) is None
+
+
+def test_a_call_that_hangs_fails_with_the_report_of_its_processes(
+    recorded: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    merged: list[ItemOutcome] = []
+    report = SimpleNamespace(failed=True, longreprtext="they hang\nmore")
+
+    def merge(outcome: ItemOutcome, *given: Any) -> list[Any]:
+        merged.append(outcome)
+        return [report]
+
+    monkeypatch.setattr(processes, "merge", merge)
+    monkeypatch.setattr(processes, "start_method_of", lambda process: process.method)
+    monkeypatch.setattr(TestProcesses, "_wait", lambda self, sentinels: waits[tuple(sentinels)])
+    statuses = {11: RankStatus("", "a.py:1 in f", call="all_reduce"), 12: RankStatus("", "b.py:2 in g")}
+    monkeypatch.setattr(TestProcesses, "_status_of", lambda self, pid: statuses[pid])
+    recorded._config.getoption = {"world_seed": 5}.get
+    item = item_of()
+    item.nodeid, item.location, item.keywords = "a.py::test", ("a.py", 3, "test"), {}
+    recorded._item = item
+    joined: list[float] = []
+    hung = [started(pid, alive=pid < 13).process for pid in (11, 12, 13)]
+    for each in hung:
+        vars(each).update(method="spawn", join=joined.append)
+    waits = {(1,): 0.0, (2,): 61.26}
+    recorded.await_context(SimpleNamespace(processes=hung, sentinels=(1,)))
+    of_fork = SimpleNamespace(**{**vars(hung[0]), "method": "fork"})
+    recorded.await_context(SimpleNamespace(processes=[*hung, of_fork], sentinels=(2,)))
+    assert (merged, recorded._hung) == ([], set())
+    with pytest.raises(pytest.fail.Exception, match=r"\Athey hang\Z") as failed:
+        recorded.await_context(SimpleNamespace(processes=hung, sentinels=(2,)))
+    assert vars(failed.value)[hang.REPORT] is report
+    assert (recorded._hung, recorded.ended, joined) == ({11, 12}, [{11, 12}], [processes.STACKS_WITHIN] * 3)
+    (outcome,) = merged
+    assert (outcome.timeout, outcome.timed_out, outcome.seconds) == (61.3, True, 61.26)
+    assert [(rank.rank, type(rank.fate)) for rank in outcome.ranks] == [(0, Stuck), (1, Stuck), (2, Finished)]
+    assert outcome.diagnosis is not None
+    assert (outcome.diagnosis.blame, outcome.parts) == ({1}, {"spawn": {}})
+
+
+def test_only_the_thread_of_tests_waits_with_a_deadline(tested: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    answers: list[list[int]] = [[], [], [5]]
+    asked: list[Any] = []
+    deadline = SimpleNamespace(moment=lambda: processes.time.monotonic() + 1, seconds=lambda: 8.0)
+    monkeypatch.setattr(processes, "Deadline", lambda limits, pids: deadline)
+    monkeypatch.setattr(processes.connection, "wait", lambda *given: (asked.append(given), answers.pop(0))[1])
+    assert (tested._wait([5]), asked) == (0, [])
+    tested.begin(item_of())
+    tested._controller += 1
+    assert (tested._wait([5]), asked) == (0, [])
+    tested._controller -= 1
+    thread = threading.Thread(target=lambda: asked.append(tested._wait([5])))
+    thread.start()
+    thread.join()
+    assert asked.pop() == 0
+    assert (tested._wait([5]), asked) == (0, [([5], LOOK_EVERY)] * 3)
+    deadline.moment = lambda: -1.0
+    answers.append([])
+    assert tested._wait([5]) == 8.0
+
+
+def test_a_process_of_a_thread_that_was_there_before_is_of_no_test(tested: Any) -> None:
+    ready, done = threading.Event(), threading.Event()
+
+    def replace_a_process() -> None:
+        done.wait()
+        tested.add(started(41, alive=True))
+        ready.set()
+
+    thread = threading.Thread(target=replace_a_process)
+    thread.start()
+    tested.begin(item_of())
+    done.set()
+    ready.wait()
+    thread.join()
+    tested.add(started(42))
+    assert [each.process.pid for each in tested._of_fixtures] == [41]
+    assert [each.process.pid for each in tested._of_item] == [42]
+
+
+def test_processes_that_a_module_holds_are_left_to_later_tests(
+    tested: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    held_one, other, ended = started(51, alive=True), started(52, alive=True), started(53)
+    asked: list[list[int]] = []
+
+    def held_by(given: Any) -> set[int]:
+        asked.append([each.pid for each in given])
+        return {id(held_one.process)}
+
+    monkeypatch.setattr(processes, "held_by_modules", held_by)
+    item = item_of()
+    tested.begin(item)
+    for each in (held_one, other, ended):
+        tested.add(each)
+    tested._look(item)
+    assert (asked, tested.ended) == ([[51, 52]], [{52}])
+    assert [each.process.pid for each in tested._of_fixtures] == [51]
+    assert "process 51" not in str(item.warned[0])
+
+
+def test_what_processes_of_a_test_have_left_is_ended(
+    recorded: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    mine, gone = os.getpid(), 1 << 23
+    command = " ".join(Path("/proc/self/cmdline").read_text().split("\0")[:-1])
+    below = {31, 32, mine, gone}
+    monkeypatch.setattr(processes, "server_pid", lambda: 77)
+    monkeypatch.setattr(processes, "children_of", lambda pid: below if pid == 77 else set())
+    monkeypatch.setattr(processes, "is_running", lambda pid: pid != 33)
+    for pid in (31, 32, 33):
+        (tmp_path / "ranks" / str(pid)).touch()
+    for name in ("32.stacks", "33.stacks", "33.failure"):
+        (tmp_path / "spawned" / name).touch()
+    item = item_of()
+    assert recorded.pids() == {32}
+    recorded.add(started(31, alive=True))
+    assert recorded.pids() == {31, 32}
+    recorded._look(item)
+    (warned,) = item.warned
+    assert str(warned) == "the test left behind " + "; ".join(
+        [
+            "process 31 (P-31, `f`), which was running and was ended",
+            "process 32 (started by a process of the test), which was ended",
+            *sorted([f"process {mine} ({command[:60]}), which was ended"]),
+            f"process {gone} (ended), which was ended",
+        ]
+    )
+    assert recorded.ended == [{31, 32, mine, gone}]
+    assert sorted(path.name for path in tmp_path.glob("*/*")) == ["31", "32", "32.stacks"]
+    recorded._of_item = []
+    recorded._look(item)  # of the ranks of a test
+    assert "process 32 (started by" in str(item.warned[1])
+    recorded._of_fixtures = [started(34, alive=True)]
+    assert recorded._strays() == set()
+    recorded._look(item)
+    assert len(item.warned) == 2
+    recorded._of_fixtures = []
+    monkeypatch.setattr(processes, "server_pid", lambda: None)
+    assert recorded._strays() == set()
+    monkeypatch.setattr(processes, "server_pid", lambda: 77)
+    recorded.directory = str(tmp_path / "removed")
+    assert recorded._strays() == set()
+
+
+def test_a_test_is_looked_at_after_its_tear_down(tested: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    looked: list[object] = []
+    monkeypatch.setattr(TestProcesses, "_look", lambda self, item: looked.append(item))
+    item = item_of()
+    teardown = tested.pytest_runtest_teardown(item)
+    next(teardown)
+    assert looked == []
+    with pytest.raises(StopIteration) as end:
+        teardown.send("result")
+    assert (end.value.value, looked) == ("result", [item])
 
 
 def test_waits_of_some_processes_are_laid_at_the_others() -> None:
