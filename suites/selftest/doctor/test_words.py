@@ -300,8 +300,99 @@ def test_the_report_in_json_has_the_status(monkeypatch: Patch) -> None:
         (each,) = found
         plain = {name: getattr(each, name) for name in ("name", "level", "what", "why", "remedy")}
         assert (given, json.loads(text)) == (status, {"status": status, "findings": [plain]})
+        assert text.splitlines()[:2] == ["{", f' "status": {status},']
 
 
 def test_arguments_that_doctor_does_not_know_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
     assert command._run(argparse.Namespace(json=False, no_trial=True), ["x", "--y"]) == 2
     assert capsys.readouterr().err == "python -m lockstep doctor: unknown arguments: x --y\n"
+
+
+# What is looked at
+
+
+class Looks:
+    """Functions that find their own name, and what they were given."""
+
+    ITERATED = ("environment", "temporary_directory", "leases", "kernel", "gpus")
+    OLDEST_PYTEST = (9,)
+
+    def __init__(self, **fixed: object) -> None:
+        vars(self).update(fixed)
+
+    def __getattr__(self, name: str) -> Any:
+        def look(*given: object) -> Any:
+            found = ok(name, " ".join(map(str, given)))
+            return [found] if name in self.ITERATED else found
+
+        return look
+
+
+FIRST = (
+    "system python registration needed:pytest (9,) needed:numpy (1,) plugins configured start_method adoption"
+)
+MACHINE = "processes processors memory shared_memory kernel loopback"
+
+
+def names(monkeypatch: Patch, missing: str = "", tries: bool = True, **given: Any) -> tuple[str, list[Any]]:
+    """Return the findings of a machine, and what was done with the process that imports torch."""
+    said: list[Any] = []
+    asking = SimpleNamespace(communicate=lambda: said.append("waited"), kill=lambda: said.append("killed"))
+    registered = given.get("registered", ok("registration", ""))
+
+    def start(stack: ExitStack, project: object, is_loaded: bool) -> Any:
+        said.append((project, is_loaded))
+        return given.get("trial")
+
+    fixed = Looks(
+        start_asking_torch=lambda: None if missing == "torch" else asking, registration=lambda: registered
+    )
+    monkeypatch.setattr(command, "installation", fixed)
+    monkeypatch.setattr(command, "machine", Looks())
+    monkeypatch.setattr(command, "find_spec", lambda name: None if name == missing else name)
+    monkeypatch.setattr(command, "configuration", lambda path: path.name)
+    monkeypatch.setattr(command, "plugins", lambda: [ok("plugins", "")])
+    monkeypatch.setattr(command, "configured", lambda project: [ok("configured", "")])
+    for name in ("start_method", "adoption"):
+        monkeypatch.setattr(command, name, lambda project, name=name: ok(name, ""))
+    monkeypatch.setattr(command, "_start", start)
+    found = command._findings(tries)
+    return " ".join(f"needed:{each.what}" if each.name == "needed" else each.name for each in found), said
+
+
+def test_all_is_looked_at_before_the_trial_is_awaited(monkeypatch: Patch) -> None:
+    rest = f"environment temporary_directory compiler open_files leases {MACHINE} torch gpus"
+    here = Path.cwd().name
+    refused = problem("trial", "bad", "since", "mend")
+    assert names(monkeypatch, trial=refused) == (
+        f"{FIRST} {rest} trial",
+        [(here, True), "killed", "waited"],
+    )
+    awaited = object.__new__(trial.Trial)
+    monkeypatch.setattr(
+        trial.Trial, "findings", lambda self: iter([ok("backend-gloo", ""), ok("backend-shm", "")])
+    )
+    unknown = problem("registration", "bad", "since", "mend")
+    found, said = names(monkeypatch, trial=awaited, registered=unknown)
+    assert found == f"{FIRST} {rest} backend-gloo backend-shm"
+    assert said[0] == (here, False)
+    assert names(monkeypatch, tries=False) == (f"{FIRST} {rest}", ["killed", "waited"])
+
+
+def test_nothing_is_tried_without_torch_or_pytest(monkeypatch: Patch) -> None:
+    rest = f"environment temporary_directory compiler {{}}{MACHINE} torch gpus"
+    assert names(monkeypatch, "torch") == (f"{FIRST} {rest.format('open_files leases ')}", [])
+    assert names(monkeypatch, "pytest") == (f"{FIRST} {rest.format('')}", ["killed", "waited"])
+
+
+def test_the_command_has_its_options_in_full(monkeypatch: Patch) -> None:
+    parser = argparse.ArgumentParser()
+    command.add_to(parser.add_subparsers())
+    given = parser.parse_args(["doctor"])
+    assert (given.json, given.no_trial, given.run) == (False, False, command._run)
+    given, others = parser.parse_known_args(["doctor", "--json", "--no-trial", "--js"])
+    assert (given.json, given.no_trial, others) == (True, True, ["--js"])
+    asked: list[bool] = []
+    monkeypatch.setattr(command, "_findings", lambda tries: asked.append(tries) or [])
+    command._run(given, [])
+    assert asked == [False]
