@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import re
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch  # noqa: F401  # once: `pytester` forgets what a test has imported, and torch does not load again
 
+from lockstep.options import DEFAULTS, add_long_names, add_options, add_short_options, default_backend
+from lockstep.protocol import Preparation, Probe, Progress, RankStatus, Vote
 from suites.selftest.project import Project
 
 SECONDS = "a number of seconds above 0, at most 1000000"
@@ -72,3 +76,76 @@ def test_a_size_of_the_flight_recorder_that_is_none_is_named(project: Project) -
     output = project.run("--backend=shm", environ={"TORCH_FR_BUFFER_SIZE": "many"})
     assert "TORCH_FR_BUFFER_SIZE='many': set it to the number of calls that torch records" in output
     assert "INTERNALERROR" not in output
+
+
+class Parser:
+    """A parser that keeps the options it is given, by their first name, and the ini options."""
+
+    def __init__(self) -> None:
+        self.groups: list[tuple[str, ...]] = []
+        self.options: dict[str, dict[str, Any]] = {}
+        self.inis: dict[str, tuple[Any, ...]] = {}
+
+    def getgroup(self, *names: str) -> Parser:
+        self.groups.append(names)
+        return self
+
+    def addoption(self, name: str, **attributes: Any) -> None:
+        assert attributes.pop("help")
+        self.options[name] = attributes
+
+    def addini(self, name: str, help: str, kind: str | None = None, default: object = None) -> None:
+        self.inis[name] = kind, default
+
+
+def test_options_have_their_defaults() -> None:
+    parser: Any = Parser()
+    add_options(parser)
+    assert parser.options == {
+        "--ranks-backend": {"dest": "ranks_backend"},
+        "--ranks-device": {"dest": "ranks_device", "metavar": "TYPE"},
+        "--world-timeout": {"type": float, "default": 60.0, "metavar": "SECONDS"},
+        "--world-seed": {"type": int, "default": 0},
+        "--check-collectives": {"action": "store_true"},
+        "--fresh-worlds": {"action": "store_true"},
+        "--rank-output": {"choices": ("failed", "all", "none"), "default": "failed"},
+        "--rank-output-dir": {"metavar": "DIR"},
+        "--subtest": {"action": "append", "default": [], "metavar": "KEY=VALUE,..."},
+    }
+    assert parser.inis == {
+        "ranks_preload": ("args", []),
+        "ranks_start_method": (None, "forkserver"),
+        "ranks_leaks": (None, "warn"),
+    }
+    assert {name[0] for name in parser.groups} == {"ranks"}
+    assert DEFAULTS["fresh_worlds"] is DEFAULTS["check_collectives"] is False
+
+
+def test_an_option_has_its_short_name_unless_it_is_taken() -> None:
+    parser: Any = Parser()
+    options = {"at-once": {"help": "x", "type": int}, "device": {"help": "y"}}
+    add_short_options(parser, options, {"--device"})
+    assert parser.options == {"--at-once": {"dest": "ranks_at_once", "type": int}}
+    parser = Parser()
+    add_long_names(parser, options)
+    assert parser.options == {
+        "--ranks-at-once": {"dest": "ranks_at_once", "type": int},
+        "--ranks-device": {"dest": "ranks_device"},
+    }
+
+
+@pytest.mark.parametrize(
+    ("backend", "device", "found"),
+    [("shm", "cuda", "shm"), (None, "cuda", "nccl"), (None, "cpu", "gloo"), (None, None, "gloo")],
+)
+def test_a_backend_is_chosen_or_suits_the_device(backend: str | None, device: str | None, found: str) -> None:
+    config: Any = SimpleNamespace(getoption={"ranks_backend": backend, "ranks_device": device}.get)
+    assert default_backend(config) == found
+
+
+def test_what_a_rank_says_of_itself_is_false_unless_it_says_so() -> None:
+    vote, probe = Vote("a=1", "passed"), Probe()
+    assert (vote.renews_deadline, vote.inside, vote.reason, vote.more) == (False, False, "", None)
+    assert (probe.full, probe.names_place, Progress().computes) == (False, False, False)
+    assert RankStatus("", "").blocked == 0
+    assert str(Preparation("stage", "data")) == "stage `data`"
