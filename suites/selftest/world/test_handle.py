@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 import os
 import signal
+import socket
 import struct
 import subprocess
 from collections.abc import Iterator
@@ -17,6 +18,7 @@ from typing import Any
 
 import pytest
 
+from lockstep.exceptions import MessageRefused
 from lockstep.flight_entries import FlightRecord
 from lockstep.launch.processes import ChildProcess, RankProcess
 from lockstep.protocol import Probe, Progress, RankStatus, Ready
@@ -163,6 +165,45 @@ def test_an_end_of_the_wire_awaits_the_exit_status(fake: Fake, tmp_path: Path) -
     assert ("fetch",) in process.calls
 
 
+def test_a_message_that_is_refused_is_the_first_of_the_last_words(fake: Fake) -> None:
+    handle, _, _, _ = fake
+    Path(handle.spec.path_of("log")).write_text("last words\n")
+
+    def refuse() -> None:
+        raise MessageRefused("not what it has sent")
+
+    wire: Any = SimpleNamespace(recv=refuse)
+    handle._wire = wire
+    (died,) = handle.read(wire)
+    assert isinstance(died, Died)
+    assert died.output == "not what it has sent\nlast words"
+
+
+def test_a_message_may_stop_in_the_middle_for_some_seconds(fake: Fake) -> None:
+    _, process, _, _ = fake
+    with socket.socket(fileno=os.dup(process.wire.fileno())) as end:
+        assert struct.unpack("ll", end.getsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, 16)) == (1, 0)
+
+
+def test_messages_are_awaited_in_whole_milliseconds(fake: Fake, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[Any] = []
+
+    class Poll:
+        def register(self, number: int, events: int) -> None:
+            asked.append(number)
+
+        def poll(self, milliseconds: int) -> list[Any]:
+            asked.append(milliseconds)
+            return []
+
+    handle, process, _, _ = fake
+    monkeypatch.setattr(module, "select", SimpleNamespace(poll=Poll, POLLIN=1))
+    for timeout in (2.0015, -1.0):
+        assert module.receive([handle], timeout) == []
+    sources = [process.wire.fileno(), process.sentinel]
+    assert asked == [*sources, 2002, *sources, 0]
+
+
 def test_of_a_lost_host_nothing_is_read(fake: Fake) -> None:
     handle, process, theirs, _ = fake
     Path(handle.spec.path_of("standing")).write_bytes(struct.pack("QQ", 2, 0))
@@ -208,8 +249,7 @@ def test_a_silent_rank_is_asked_for_its_stacks(fake: Fake) -> None:
         "Current thread 0x1 (most recent call first):",
         '  File "/here/a.py", line 3 in f',
     ]
-    assert ("signal", signal.SIGUSR1) in process.calls
-    assert process.calls[0] == ("fetch",)
+    assert process.calls[:3] == [("fetch",), ("signal", signal.SIGUSR1), ("fetch",)]
 
 
 def test_a_rank_without_stacks_is_in_a_system_call(fake: Fake, monkeypatch: pytest.MonkeyPatch) -> None:
