@@ -306,6 +306,37 @@ def test_a_rank_that_a_thread_lends_gets_the_loan(launcher: Any, monkeypatch: py
         assert rank.wire is ends[0]
 
 
+def test_a_rank_with_a_wire_of_another_host_is_known_to_be_one(
+    launcher: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    closed: list[str] = []
+    wire: Any = SimpleNamespace(close=lambda: closed.append("wire"))
+    ends = [SimpleNamespace(close=lambda: closed.append("end")) for _ in range(2)]
+    pids = iter([5, 6])
+
+    def process(**given: Any) -> Any:
+        return SimpleNamespace(start=lambda: None, pid=next(pids), sentinel=0, wire=given["args"][2])
+
+    monkeypatch.setattr(launcher, "_context", SimpleNamespace(Pipe=lambda: ends, Process=process))
+    monkeypatch.setattr(processes, "ChildProcess", lambda process, has_server: (process, has_server))
+    ended: list[int] = []
+    monkeypatch.setattr(processes, "server_pid", lambda: servers[-1])
+    monkeypatch.setattr(processes, "_has_ended", ended.__contains__)
+    servers = [7]
+    spec: Any = SimpleNamespace(rank=0)
+    with_pipe, with_wire = launcher._start_one(spec, None), launcher._start_one(spec, wire)
+    child, has_server = with_wire.process
+    assert (child.wire, with_wire.wire, with_pipe.wire) == (wire, wire, ends[0])
+    assert closed == ["end", "wire"]
+    assert os.listdir(f"{launcher.directory}/ranks") == ["6"]
+    assert has_server()
+    ended.append(7)
+    assert not has_server()
+    ended.clear()
+    servers.append(8)
+    assert not has_server()
+
+
 # Limits
 
 

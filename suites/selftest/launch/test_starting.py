@@ -217,6 +217,12 @@ def test_ranks_that_have_started_end_where_another_cannot(monkeypatch: pytest.Mo
     with pytest.raises(LaunchError, match=re.escape("[Errno 5] it broke")):
         launcher.start(specs, deadline=0.0)
     assert ended == ["kill 0", "close 0", "kill 1", "close 1"]
+    wires: Any = {0: "wire of 0", 1: "wire of 1"}
+    monkeypatch.setattr(launcher, "_start_one", lambda spec, wire: (spec.rank, wire))
+    begun: Any = launcher.start(specs[:2], 0.0)
+    assert begun == [(0, None), (1, None)]
+    begun = launcher.start(specs[1::-1], 0.0, wires)
+    assert begun == [(1, "wire of 1"), (0, "wire of 0")]
 
 
 @pytest.mark.parametrize(
