@@ -93,6 +93,10 @@ class Odd:
         return []
 
 
+class Without:
+    """A class of plugins without a fixture."""
+
+
 class WithStatic:
     made = staticmethod(of_module)
 

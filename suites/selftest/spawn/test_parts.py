@@ -18,10 +18,12 @@ import torch
 
 from lockstep.exceptions import RankLeakWarning
 from lockstep.features.spawn import hang, held, processes
+from lockstep.features.spawn import starter as starters
 from lockstep.features.spawn.counts import Counts
 from lockstep.features.spawn.deadline import LOOK_EVERY
 from lockstep.features.spawn.failure import failure_path, stacks_path
 from lockstep.features.spawn.held import held_by_modules
+from lockstep.features.spawn.multiprocessing_internals import TooManyDescriptors
 from lockstep.features.spawn.pickling import NotAlone, pickle_alone
 from lockstep.features.spawn.process_state import differing_variable
 from lockstep.features.spawn.processes import TestProcesses
@@ -484,6 +486,62 @@ def test_the_pipe_of_a_starter_ends_with_it(tmp_path: Path) -> None:
     for _ in range(2):
         starter.ended(5, 0)
     assert not (tmp_path / "ranks" / "5").exists()
+
+
+def test_a_process_that_the_server_does_not_fork_is_a_new_interpreter(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    server: Any = SimpleNamespace(directory=str(tmp_path), key=None, environ=dict(os.environ))
+    seen: list[Started] = []
+    process, raised = get_context("spawn").Process(target=print), list[Exception]()
+
+    def fork(process: object, method: str, starter: object) -> Any:
+        if raised:
+            raise raised.pop()
+        return ("fork", process, method, starter)
+
+    monkeypatch.setattr(starters, "ForkedPopen", fork)
+    monkeypatch.setattr(starters, "start_new_interpreter", lambda process: ("new", process))
+    starter = Starter(server, seen.append)
+    assert starter.start(process, "spawn") == ("fork", process, "spawn", starter)
+    for error in (ConnectionRefusedError("refused"), EOFError(), TooManyDescriptors("too many")):
+        raised.append(error)
+        assert starter.start(process, "spawn") == ("new", process)
+    monkeypatch.setenv("PYTHONHASHSEED", "777")
+    assert starter.start(process, "spawn") == ("new", process)
+    changed = "PYTHONHASHSEED was changed, which a new interpreter reads as it starts"
+    assert [each.why_not for each in seen] == ["", "refused", "the server has ended", "too many", changed]
+    assert {each.target for each in seen} == {"`print`"}
+    raised.append(ValueError("of the user's"))
+    monkeypatch.delenv("PYTHONHASHSEED")
+    monkeypatch.setattr(server, "environ", dict(os.environ))
+    with pytest.raises(ValueError, match="of the user's"):
+        starter.start(process, "spawn")
+    assert len(seen) == 5
+
+
+def test_a_process_gets_the_setup_of_the_one_that_starts_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    server: Any = SimpleNamespace(directory=str(tmp_path), key=None, environ={})
+    starter, process = Starter(server, rewritten=lambda: ("m",)), get_context("spawn").Process()
+    monkeypatch.setattr(starters.ProcessState, "capture", lambda: "state")
+    setup = starter.setup("forkserver")
+    assert (setup.state, setup.server, setup.parent) == ("state", server, os.getpid())  # type: ignore[comparison-overlap]
+    assert (setup.method, setup.rewritten) == ("forkserver", ("m",))
+    program = starter.program(process, "spawn")
+    assert (program.process, program.method) == (process, "spawn")
+    starter.began(5)
+    assert list(tmp_path.iterdir()) == []
+    before = starter.descriptors()
+    monkeypatch.setattr(starters.os, "getpid", lambda: -1)
+    of_fork = starter.descriptors()
+    assert before[2] != of_fork[2]
+    monkeypatch.undo()
+    starter.close()
+    for descriptor in (before[2], of_fork[2]):
+        os.fstat(descriptor)
+        os.close(descriptor)
 
 
 def test_new_interpreters_only_read_what_was_changed() -> None:
