@@ -35,9 +35,10 @@ from lockstep.protocol import (
     Warned,
 )
 from lockstep.world import item_run
+from lockstep.world.clock import GRACE, MAX_GRACE, Clock
 from lockstep.world.item_run import ItemRun
 from lockstep.world.outcome import Died, RankOutcome, Stuck
-from lockstep.world.standstill import Probes
+from lockstep.world.standstill import PROBE_EVERY, Probes
 
 ORDER = RunItem("test_a.py::test_a[1]", "test_a.py", None, "")
 FINISHED = Finished(True, 0, 0)
@@ -591,6 +592,66 @@ def clock_at(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     now = [0.0]
     monkeypatch.setattr("time.monotonic", lambda: now[0])
     return now
+
+
+def test_a_clock_has_the_time_of_an_item_of_imports_and_of_grace(clock_at: list[float]) -> None:
+    clock_at[0] = 10.0
+    clock = Clock(5.0)
+    assert (clock.timeout, clock.begun, clock.deadline, clock.grace) == (5.0, 10.0, 15.0, math.inf)
+    assert not clock.is_last_grace()
+    clock_at[0] = 12.0
+    clock.begin_import(1, "b.py")
+    clock.begin_import(0, "a.py")
+    assert (clock.importing, clock.deadline) == ({1: "b.py", 0: "a.py"}, 72.0)
+    clock_at[0] = 14.0
+    clock.end_import(1)
+    assert (clock.importing, clock.deadline) == ({0: "a.py"}, 72.0)
+    clock.end_import(0)
+    clock.end_import(0)
+    assert (clock.importing, clock.deadline) == ({}, 19.0)
+    slow = Clock(100.0)
+    slow.begin_import(0, "a.py")
+    assert slow.deadline == 114.0
+    clock_at[0] = 15.0
+    slow.restart()
+    assert slow.deadline == 115.0
+    clock.begin_grace()
+    assert clock.grace == 15.0 + GRACE
+    clock_at[0] = 16.0
+    clock.begin_grace()
+    assert clock.grace == 15.0 + GRACE
+    clock.prolong_grace()
+    assert clock.grace == 16.0 + GRACE
+    clock_at[0] = 15.0 + MAX_GRACE
+    assert clock.is_last_grace()
+    clock_at[0] -= 0.01
+    assert not clock.is_last_grace()
+    clock_at[0] += 0.02
+    clock.end_grace()
+    assert (clock.grace, clock.is_last_grace()) == (math.inf, False)
+
+
+def test_a_rank_gets_one_probe_until_it_answers(clock_at: list[float]) -> None:
+    clock_at[0] = 10.0
+    sent: list[tuple[int, Any]] = []
+    handles: list[Any] = [
+        SimpleNamespace(rank=rank, send=lambda message, rank=rank: sent.append((rank, message)))
+        for rank in range(2)
+    ]
+    probes = Probes(handles)
+    assert probes.due == 10.0 + PROBE_EVERY
+    clock_at[0] = 11.0
+    probes.send(True)
+    assert (probes.due, probes.unanswered) == (11.0 + PROBE_EVERY, {0, 1})
+    probes.take(0, Progress())
+    status = RankStatus("", "x")
+    probes.take(1, status)
+    assert (probes.unanswered, probes.answers) == (set(), {1: status})
+    probes.unanswered = {0}
+    probes.send(False)
+    assert (probes.answers, probes.unanswered) == ({}, {0, 1})
+    probe = Probe(names_place=True)
+    assert sent == [(0, probe), (1, probe), (1, Probe())]
 
 
 def test_at_the_deadline_all_that_run_are_given_up(clock_at: list[float]) -> None:
