@@ -138,6 +138,7 @@ def test_fixtures_are_looked_for_in_plugins_that_have_some(monkeypatch: Patch) -
         "derived": Derived(),
         "class": WithFixture,
         "int": 3,
+        "without": Without,
         "": plain,
         "/a/conftest.py": plain,
         "/a/conftest.py.bak": plain,
