@@ -8,6 +8,7 @@ import torch.distributed as dist
 from torch import nn
 
 from lockstep.layouts import Layout, assert_dropout_follows_inputs
+from lockstep.layouts import dropout as module
 from lockstep.layouts.dropout import _Call, _Recorder, _wrong
 from suites.selftest.layouts.model import OnPaper
 
@@ -97,6 +98,46 @@ def test_a_model_without_dropout_is_refused(layout: Layout) -> None:
         )
 
 
+class Trainer:
+    def __init__(self, model: nn.Module) -> None:
+        self.model = model
+
+    def __call__(self, batch: torch.Tensor, microbatches: int) -> torch.Tensor:
+        assert microbatches == 1
+        return self.model(batch).sum()
+
+
+def test_the_calls_of_all_ranks_are_compared(monkeypatch: pytest.MonkeyPatch) -> None:
+    others: list[_Call] = []
+    monkeypatch.setattr(module, "gathered", lambda calls: {0: calls, 1: others or calls[: len(calls) // 2]})
+
+    def compare(training: bool = True) -> None:
+        assert_dropout_follows_inputs(
+            *(OnPaper(dp=2), lambda: build().train(training), lambda model, _: Trainer(model)),
+            *(torch.ones(8, 8, dtype=torch.float64), loss),
+        )
+
+    compare()
+    others.append(_Call(torch.ones(3), torch.ones(3) > 2, 0.5))
+    compare()
+    compare(training=False)
+    others[:] = [_Call(torch.ones(8, 8), torch.ones(8, 8) > 0, 0.2)]
+    with pytest.raises(AssertionError) as caught:
+        assert_dropout_follows_inputs(
+            *(OnPaper(dp=2), lambda: nn.Dropout(0.2), lambda model, _: Trainer(model)),
+            *(torch.ones(8, 8), loss),
+        )
+    assert str(caught.value) == (
+        "on paper: call 0 of dropout ([8, 8]): ranks 0 and 1, apart on dp, drop other elements of "
+        "equal inputs: replicas diverge"
+    )
+    others.clear()
+    with pytest.raises(
+        ValueError, match=r"\Ano rank called torch\.nn\.functional\.dropout in training, with"
+    ):
+        compare(training=False)
+
+
 def test_calls_of_dropout_are_recorded_where_it_drops() -> None:
     rows = torch.tensor([[1.0, 0.0, 2.0]] * 40, requires_grad=True)
     with _Recorder() as recorder:
@@ -129,6 +170,8 @@ def test_masks_are_compared_where_both_inputs_are_not_zero() -> None:
     assert call.has_mask_of(_Call(torch.tensor([1.0, 0.0, 2.0, 4.0]), torch.zeros(4) > 0, 0.5))
     assert call.is_alike(_Call(given + 3e-9, dropped, 0.5))
     assert not call.is_alike(_Call(given - 5e-9, dropped, 0.5))
+    zeros = _Call(torch.zeros(4), dropped, 0.5)
+    assert zeros.is_alike(zeros)
     for numel, p, may in ((29, 0.5, False), (30, 0.5, True), (109, 0.1, True), (60, 0.1, False)):
         ones = torch.ones(numel + 5)
         ones[:5] = 0
