@@ -337,6 +337,59 @@ def test_several_tensors_are_one_call_where_they_have_one_dtype(groups: list[Shm
     assert [of[0].item() for of in lists[1]] == [5.0, 6.0]
 
 
+def test_a_work_has_the_tensors_that_it_fills(groups: list[ShmProcessGroup]) -> None:
+    root = SimpleNamespace(asyncOp=True, rootRank=1, reduceOp=None)
+
+    def made(rank: int) -> list[list[list[float]]]:
+        group, (one, two) = groups[rank], (torch.tensor([rank + 1.0]), torch.tensor([rank + 5.0, rank + 7.0]))
+        out, more = torch.zeros(1), torch.zeros(2)
+        pair, filled, lists = (
+            [out.clone(), out.clone()],
+            [out.clone(), out.clone()],
+            [out.clone(), out.clone()],
+        )
+        done = [
+            (group.all_to_all_single(more, two, [], [], LATER), [more]),
+            (group.alltoall(pair, list(two.split(1)), LATER), pair),
+            (group.reduce_scatter([out], [list(two.split(1))], LATER), [out]),
+            (group.reduce_scatter_single(wide := out.clone(), two, LATER), [wide]),
+            (group.allgather([filled], [one], LATER), filled),
+            (group.all_gather_single(both := more.clone(), one, LATER), [both]),
+            (group.gather([lists] if rank else [], [one], root), lists if rank else []),
+            (group.scatter([part := out.clone()], [list(two.split(1))] if rank else [], root), [part]),
+            (group.broadcast([sent := one.clone()], root), [sent]),
+            (group.broadcast([first := one.clone()]), [first]),
+            (group.reduce([total := one.clone()], root), [total]),
+            (group.allreduce([everywhere := one.clone()], LATER), [everywhere]),
+        ]
+        for work, tensors in done:
+            work.wait()
+            assert len(work.result()) == len(tensors)
+            assert all(given is tensor for given, tensor in zip(work.result(), tensors, strict=True))
+        return [[tensor.tolist() for tensor in tensors] for _, tensors in done]
+
+    found = on_both(made)
+    assert [each[:6] for each in found] == [
+        [[[5.0, 6.0]], [[5.0], [6.0]], [[11.0]], [[11.0]], [[1.0], [2.0]], [[1.0, 2.0]]],
+        [[[7.0, 8.0]], [[7.0], [8.0]], [[15.0]], [[15.0]], [[1.0], [2.0]], [[1.0, 2.0]]],
+    ]
+    assert [each[6:] for each in found] == [
+        [[], [[6.0]], [[2.0]], [[1.0]], [[1.0]], [[3.0]]],
+        [[[1.0], [2.0]], [[8.0]], [[2.0]], [[1.0]], [[3.0]], [[3.0]]],
+    ]
+
+
+def test_messages_of_a_group_are_works(groups: list[ShmProcessGroup]) -> None:
+    got = [torch.zeros(1), torch.zeros(1)]
+    receives = [groups[0].recv([got[0]], 1, 3), groups[0].recv_anysource([got[1]])]
+    sends = [groups[1].send([torch.tensor([5.0])], 0), groups[1].send([torch.tensor([6.0])], 0, 3)]
+    for work in (*receives, *sends):
+        assert work.wait() is True
+    assert [tensor.item() for tensor in got] == [6.0, 5.0]
+    assert [work.source_rank() for work in receives] == [1, 1]
+    assert receives[0].result()[0] is got[0]
+
+
 def test_only_a_root_needs_a_list(groups: list[ShmProcessGroup]) -> None:
     root = SimpleNamespace(asyncOp=True, rootRank=0)
     one = torch.ones(2)
