@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import pickle
 import random
 import sys
@@ -66,6 +67,7 @@ from lockstep.features.properties.hypothesis_internals import (
 from lockstep.features.properties.messages import (
     CRASHED,
     FEATURE,
+    SIZE,
     STATISTICS,
     CrashedExample,
     Drawn,
@@ -124,6 +126,22 @@ def test_an_example_that_has_ended_is_read_as_none(tmp_path: Path) -> None:
     note.begin(1, 1)
     note.end()
     assert read_running_example(path) is None
+
+
+def test_a_choice_that_does_not_fit_in_the_file_is_left_out(tmp_path: Path) -> None:
+    path, before = str(tmp_path / "running"), len(os.listdir("/proc/self/fd"))
+    note = RunningExampleFile(path)
+    assert len(os.listdir("/proc/self/fd")) == before + 1
+    assert os.stat(path).st_mode & 0o777 == 0o600
+    assert os.stat(path).st_size == SIZE == 256 * 1024
+    room = SIZE - 14
+    note.begin(1, 1)
+    for choice in (b"a" * (room - 2), b"bcd", b"ef", b"g"):
+        note.draw(choice)
+    read = read_running_example(path)
+    assert read is not None
+    assert len(read.choices) == len(note.now().choices) == room
+    assert read.choices[-3:] == note.now().choices[-3:] == b"aef"
 
 
 def test_examples_are_the_same_if_their_choices_are() -> None:
