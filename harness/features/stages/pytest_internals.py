@@ -16,16 +16,16 @@ def fixtures_below(item: pytest.Item, names: Iterable[str]) -> list[str]:
     If it moves: `FuncFixtureInfo.name2fixturedefs` of a function's item, and `FixtureDef.argnames`.
     """
     definitions: dict[str, Any] = getattr(getattr(item, "_fixtureinfo", None), "name2fixturedefs", {})
-    found: dict[str, bool] = {}
+    found: dict[str, None] = {}
 
     def visit(name: str) -> None:
         if name not in found:
-            found[name] = False
+            found[name] = None
             for definition in definitions.get(name, ()):  # one that overrides another may request it
                 for requested in definition.argnames:
                     visit(requested)
             del found[name]
-            found[name] = True
+            found[name] = None
 
     for name in names:
         visit(name)

@@ -16,6 +16,7 @@ from lockstep.features.stages import plugin as plugins
 from lockstep.features.stages.controller import Stages, Stopped
 from lockstep.features.stages.pytest_internals import fixtures_below
 from lockstep.features.stages.stage import FEATURE, Scope, Stage, _find_path, find_stage, stage
+from lockstep.hookspecs import ONLY_ON_RANKS
 from lockstep.marker import RanksMark
 from lockstep.protocol import Preparation
 from lockstep.specification import WorldKey
@@ -280,5 +281,7 @@ def test_a_stage_is_found_again_by_the_function_of_its_fixture() -> None:
     other: Any = SimpleNamespace(stage="of a pipeline")
     assert find_stage(other) is None
     made = stage(1, "module")(body)
+    assert getattr(find_path := _find_path(of), ONLY_ON_RANKS) is True
+    assert find_path.__name__ == "body"
     assert find_stage(made._get_wrapped_function()) == Stage(body, 1, "module")
     assert made._fixture_function_marker.scope == "module"
