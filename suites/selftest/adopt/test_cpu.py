@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
+import sys
+from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import pytest
 import torch
 
 from lockstep.features.adopt import cpu
@@ -132,3 +137,63 @@ def test_tests_skip_with_more_devices_than_four() -> None:
     assert cpu._skip_if_none(skip_with)(test)(object()) == "ran"
     assert cpu._number(None)() == 4
     assert cpu._nothing(None)(1, a=2) is None
+
+
+def test_tests_in_threads_of_torchs_skip_as_without_devices(monkeypatch: pytest.MonkeyPatch) -> None:
+    class InThreads:
+        pass
+
+    monkeypatch.setitem(sys.modules, cpu.COMMON, SimpleNamespace(MultiThreadedTestCase=InThreads))  # type: ignore[arg-type]
+
+    def test(self: object, *args: object, **options: object) -> object:
+        return "ran", args, options
+
+    method = cpu._unless_in_threads(test, lambda self, *args, **options: ("skipped", args, options), True)
+    assert method(3, 4, a=5) == ("ran", (4,), {"a": 5})
+    assert method(InThreads(), 4, a=5) == ("skipped", (4,), {"a": 5})
+    assert method.__name__ == "test"
+
+
+def test_classes_on_ranks_that_are_for_accelerators_are_made_for_the_cpu_too(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    class OnRanks:
+        pass
+
+    monkeypatch.setitem(sys.modules, cpu.COMMON, SimpleNamespace(MultiProcessTestCase=OnRanks))  # type: ignore[arg-type]
+    make = cpu._with_cpu(original)
+    for cls, given, found in (
+        (OnRanks, "cuda", ("cuda", "cpu")),
+        (OnRanks, ("cuda", "xpu"), ("cuda", "xpu", "cpu")),
+        (OnRanks, None, None),
+        (int, "cuda", "cuda"),
+    ):
+        assert make(cls, "scope", 1, only_for=given) == ((cls, "scope", 1), {"only_for": found})
+    assert make(OnRanks, "scope") == ((OnRanks, "scope"), {})
+
+
+def test_devices_are_seen_at_collection_and_in_adopted_items_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    met: list[str] = []
+
+    @contextlib.contextmanager
+    def on_cpu() -> Iterator[None]:
+        met.append("begin")
+        yield
+        met.append("end")
+
+    monkeypatch.setattr(cpu, "accelerators_on_cpu", on_cpu)
+    devices = cpu.CpuDevices(lambda item: item == "adopted")  # type: ignore[comparison-overlap]
+    seen = {
+        "report": devices.pytest_make_collect_report(),
+        "item": devices.pytest_itemcollected(),
+        "adopted": devices.pytest_runtest_call("adopted"),  # type: ignore[arg-type]
+        "other": devices.pytest_runtest_call("other"),  # type: ignore[arg-type]
+    }
+    for name, wrapper in seen.items():
+        met.clear()
+        next(wrapper)
+        assert met == (["begin"] if name != "other" else [])
+        with pytest.raises(StopIteration) as end:
+            wrapper.send(name)
+        assert end.value.value == name
+        assert met == (["begin", "end"] if name != "other" else [])
