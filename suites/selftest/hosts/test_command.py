@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
 import signal
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -42,6 +44,7 @@ def done(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[Any]:
             self.join_info = JoinInfo(info.address, 77, info.secret)
             self.hosts = this, HostInfo("b", "10.0.0.2")
             found.append(("open", place, this.address, info.port, len(info.secret), path.name, environ))
+            assert this.port == 0
             self.directory = path.parent
 
         def await_all(self, seconds: float, say: Callable[[str], None]) -> tuple[HostInfo, ...]:
@@ -54,7 +57,7 @@ def done(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[Any]:
 
     class Way:
         def publish(self, info: JoinInfo, until: float) -> None:
-            found.append(("publish", info.port))
+            found.append(("publish", info.port, round(until - time.monotonic())))
 
         def close(self) -> None:
             found.append("close")
@@ -75,14 +78,13 @@ def done(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[Any]:
 def test_node_0_meets_the_others_and_then_runs_pytest(
     done: list[Any], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    ours = signal.getsignal(signal.SIGTERM)
     status = command._lead(FIRST, parse(*BY_HAND, "--wait", "7", "--", "-x"), b"s")
     directory = done.pop(-2)
     assert status == 3
     assert done == [
         ("way", (FIRST, INFO, b"s")),
         ("open", FIRST, "127.0.0.1", 9, 1, "hosts.json", {"A": "1"}),
-        ("publish", 77),
+        ("publish", 77, 7),
         ("await", 7.0, signal.default_int_handler),
         ("pytest", ["-x"]),
         ("end", 3, True),
@@ -91,7 +93,6 @@ def test_node_0_meets_the_others_and_then_runs_pytest(
     assert os.environ[HOSTS] == f"{directory}/hosts.json"
     assert directory.name.startswith("lockstep-hosts-")
     assert not directory.exists()
-    assert signal.getsignal(signal.SIGTERM) is ours
     assert capsys.readouterr().err == "hosts: 2 hosts: a (127.0.0.1), b (10.0.0.2)\n"
 
 
@@ -207,6 +208,17 @@ def test_another_host_ends_with_one_where_node_0_is_gone(
 
 
 # All of them
+
+
+def test_sigterm_is_taken_as_ctrl_c_while_hosts_wait() -> None:
+    before = signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    try:
+        with contextlib.suppress(KeyboardInterrupt), command._interrupted_by_sigterm():
+            assert signal.getsignal(signal.SIGTERM) is signal.default_int_handler
+            raise KeyboardInterrupt
+        assert signal.getsignal(signal.SIGTERM) is signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 @pytest.mark.parametrize(

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import platform
 import re
 import socket
 from dataclasses import asdict, replace
+from importlib.metadata import PackageNotFoundError
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -22,6 +24,7 @@ from lockstep.features.hosts.hosts_file import (
 from lockstep.features.hosts.join_info import JoinInfo, Known
 from lockstep.features.hosts.launchers import NodePlace
 from lockstep.features.hosts.rendezvous import Comer, Membership, Rendezvous
+from lockstep.features.hosts.wire import Credentials
 
 FIRST = HostInfo("a", "10.0.0.1", versions={"torch": "2"})
 SECOND = replace(FIRST, name="b", address="10.0.0.2", port=7)
@@ -201,3 +204,121 @@ def test_a_host_tries_to_come_until_its_time_is_over(
         comer.come(10.0)
     assert tried == tries
     assert said == ([f"{why}; trying for 10 s"] if tries > 1 else [])
+
+
+def test_a_host_that_is_missed_later_is_waited_for_in_silence(monkeypatch: pytest.MonkeyPatch) -> None:
+    now, said, tries = 0.0, [], 0
+
+    def sleep(seconds: float) -> None:
+        nonlocal now
+        assert seconds == rendezvous.TRY_EVERY
+        now += rendezvous.GONE_AFTER / 2
+
+    def introduce(self: Comer, info: JoinInfo) -> Membership:
+        nonlocal tries
+        tries += 1
+        raise rendezvous._Taken("taken")
+
+    monkeypatch.setattr(rendezvous, "time", SimpleNamespace(monotonic=lambda: now, sleep=sleep))
+    monkeypatch.setattr(Comer, "_introduce", introduce)
+    way = Known(JoinInfo("h", 5, b"s"))
+    with pytest.raises(LaunchError, match=r"^taken$"):
+        Comer(NodePlace(1, 2), way, lambda *_: FIRST, said.append, False).come(0.0)
+    assert (tries, said) == (6, [])
+
+
+def test_a_host_says_once_why_it_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+    now, said = 0.0, []
+
+    def sleep(seconds: float) -> None:
+        nonlocal now
+        now += 3.0
+
+    def introduce(self: Comer, info: JoinInfo) -> Membership:
+        if now > 20.0:
+            return Membership("b", "a", None)  # type: ignore[arg-type]
+        raise EOFError
+
+    found: list[float] = []
+    info = JoinInfo("h", 5, b"s")
+    way: Any = SimpleNamespace(find=lambda until: found.append(until) or info)
+    monkeypatch.setattr(rendezvous, "time", SimpleNamespace(monotonic=lambda: now, sleep=sleep))
+    monkeypatch.setattr(Comer, "_introduce", introduce)
+    member = Comer(NodePlace(1, 2), way, lambda *_: FIRST, lambda text: said.append((now, text)), False)
+    assert member.come(30.0).name == "b"
+    assert said == [(6.0, "node 0 at h:5 has closed the connection; trying for 30 s")]
+    assert {*found} == {30.0}
+
+
+def comer_to(meeting: Any, node: int, host: HostInfo = SECOND, nodes: int = 2) -> Comer:
+    """Return a host that comes by hand over a real connection."""
+
+    def describe(address: str, credentials: Credentials) -> HostInfo:
+        assert (address, credentials.secret, len(credentials.run)) == ("127.0.0.1", b"s", rendezvous.RUN)
+        return host
+
+    return Comer(NodePlace(node, nodes), Known(meeting.join_info), describe, print, True)
+
+
+def test_hosts_meet_over_a_connection(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(HOSTS, str(tmp_path / "hosts.json"))
+    info = JoinInfo("127.0.0.1", 0, b"s")
+    meeting = Rendezvous(NodePlace(0, 2), FIRST, info, tmp_path / "hosts.json", {})
+    try:
+        assert meeting.join_info.port > 0
+        stranger = JoinInfo("127.0.0.1", meeting.join_info.port, b"s")
+        with rendezvous.connect(
+            rendezvous.Call(rendezvous.Purpose("rendezvous"), 1, 0, stranger.address, stranger.port),
+            Credentials(b"s"),
+        ) as nobody:
+            nobody.send_bytes(b"[]")
+            with pytest.raises((EOFError, OSError)):
+                nobody.recv_bytes()
+        member = comer_to(meeting, 1).come(60.0)
+        assert (member.name, member.first) == ("b", "a")
+        assert meeting.await_all(60.0, print) == (FIRST, SECOND)
+        with pytest.raises(rendezvous._Refused, match=r"^c has torch 3, and node 0, a, has 2"):
+            comer_to(meeting, 1, replace(SECOND, name="c", versions={"torch": "3"}))._introduce(
+                meeting.join_info
+            )
+        with pytest.raises(rendezvous._Taken, match=r"^node 1 is b \(10.0.0.2\) already: c"):
+            comer_to(meeting, 1, replace(SECOND, name="c"))._introduce(meeting.join_info)
+        assert meeting.await_all(0.0, print) == (FIRST, SECOND)
+        read = read_hosts_file()
+        assert read is not None
+        assert (read.hosts, read.credentials.secret) == ((FIRST, SECOND), b"s")
+    finally:
+        meeting.end(4)
+    assert member.read_end() == 4
+    with pytest.raises(OSError, match="refused"):
+        comer_to(meeting, 1)._introduce(meeting.join_info)
+
+
+def test_a_silent_node_0_is_no_answer_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    connection = SimpleNamespace(run=b"r", send_bytes=lambda data: None, poll=lambda seconds: False)
+    monkeypatch.setattr(rendezvous, "connect", lambda call, credentials: connection)
+    monkeypatch.setattr(rendezvous, "asdict", lambda host: {})
+    comer = Comer(NodePlace(1, 2), Known(JoinInfo("h", 5, b"s")), lambda *_: FIRST, print, True)
+    with pytest.raises(LaunchError, match=r"^node 0 cannot be reached at h:5: no answer in time$"):
+        comer.come(-1.0)
+
+
+def test_versions_are_of_python_torch_and_all_files(monkeypatch: pytest.MonkeyPatch) -> None:
+    numbers = {"torch": "2.9"}
+
+    def version(name: str) -> str:
+        if name not in numbers:
+            raise PackageNotFoundError
+        return numbers[name]
+
+    monkeypatch.setattr(rendezvous, "version", version)
+    monkeypatch.setattr(Path, "read_bytes", lambda path: b"x")
+    found = rendezvous.versions()
+    assert found["Python"] == platform.python_version()
+    assert found["torch"] == "2.9"
+    digest = re.fullmatch(r"unknown \(files ([0-9a-f]{12})\)", found["Lockstep"])
+    assert digest is not None
+    numbers["lockstep-harness"] = "1.0"
+    assert rendezvous.versions()["Lockstep"] == f"1.0 (files {digest[1]})"
+    monkeypatch.setattr(Path, "read_bytes", lambda path: b"y")
+    assert digest[1] not in rendezvous.versions()["Lockstep"]

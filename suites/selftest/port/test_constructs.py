@@ -330,6 +330,11 @@ LEFT = [
     ("self.assertListEqual(x, {1})", "assertListEqual: the types of both sides are open"),
     ("self.assertCountEqual(x, [1])", "assertCountEqual: the types of both sides are open"),
     ("self.assertTrue(x for x in y)", "assertTrue of something that is always true"),
+    ("self.assertIs(x, *y)", "starred arguments"),
+    (
+        "with self.assertRaisesRegex(ValueError, *x):\n    y()",
+        "assertRaisesRegex with other arguments than the type and the pattern",
+    ),
     ("self.assertIs(x)", "arguments that are given by name"),
     ("self.assertIs(x, y, 'why', z)", "arguments that are given by name"),
     ("self.assertIs(x, y, 'why', msg=z)", "arguments that are given by name"),
