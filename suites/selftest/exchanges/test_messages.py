@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import re
 import signal
+import sys
 import threading
 from dataclasses import replace
 from datetime import timedelta
@@ -15,7 +16,7 @@ from typing import Any
 import pytest
 import torch
 
-from lockstep.features.exchanges import rank
+from lockstep.features.exchanges import plugin, rank
 from lockstep.features.exchanges.plugin import (
     ANY_RANK,
     FEATURE,
@@ -267,3 +268,139 @@ def test_another_thread_of_the_test_may_help() -> None:
 
     assert helps("mine")
     assert helps("shm-progress") == rank._may_be_helped()
+
+
+class Kind:
+    """A class of torch's, or of shm's, with the methods that are seen."""
+
+    def __init__(self, name: str) -> None:
+        self.send = lambda *given: (name, "send", given)
+        self.recv = lambda *given: (name, "recv", given)
+        self.recv_anysource = lambda *given: (name, "recv_anysource", given)
+        self.wait = lambda work: f"{name} waited"
+
+    def methods(self) -> dict[str, Any]:
+        return {**vars(self)}
+
+
+@pytest.fixture
+def torchs(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Classes of torch, and of shm, which is not imported yet."""
+    backend = SimpleNamespace(registered=[])
+    backend.register_backend = lambda *args, **kwargs: backend.registered.append((args, kwargs))
+    group, work, of_shm, shm_work = (Kind(name) for name in ("group", "work", "shm", "shm work"))
+    world = SimpleNamespace(WORLD=GROUP)
+    dist = SimpleNamespace(ProcessGroup=group, Work=work, Backend=backend, group=world)
+    monkeypatch.setattr(rank, "dist", dist)
+    monkeypatch.delitem(sys.modules, "lockstep.shm", raising=False)
+    shm = SimpleNamespace(ShmProcessGroup=of_shm, ShmWork=shm_work)
+    return SimpleNamespace(group=group, work=work, backend=backend, shm=shm)
+
+
+def changed(kind: Kind, before: dict[str, Any]) -> set[str]:
+    return {name for name, method in kind.methods().items() if method is not before[name]}
+
+
+def new_exchanges(registered: list[Any]) -> Exchanges:
+    manager: Any = SimpleNamespace(register=registered.append)
+    return Exchanges("", lambda: [(GROUP, (4, 5))], manager)  # type: ignore[list-item]
+
+
+def test_sends_and_receives_are_seen_by_each_of_their_methods(torchs: Any) -> None:
+    seen: list[Any] = []
+    exchanges = new_exchanges([])
+    exchanges._record = lambda *given: seen.append(given)  # type: ignore[method-assign]
+    exchanges.install()
+    tensors = [torch.ones(2)]
+    for name, given in (("send", (1, 3)), ("recv", (1, 3)), ("recv_anysource", (3,))):
+        work = getattr(torchs.group, name)(GROUP, tensors, *given)
+        assert work == ("group", name, (GROUP, tensors, *given))
+    assert [(channel[1:], group) for _, _, channel, group in seen] == [
+        ((True, 1, 3), GROUP),
+        ((False, 1, 3), GROUP),
+        ((False, ANY_RANK, 3), GROUP),
+    ]
+    assert all(channel[0]() is GROUP and tensor is tensors[0] for _, tensor, channel, _ in seen)
+
+
+def test_those_of_shm_are_seen_once_it_is_imported(torchs: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    exchanges = new_exchanges([])
+    of_group, of_work = torchs.shm.ShmProcessGroup, torchs.shm.ShmWork
+    group, work = of_group.methods(), of_work.methods()
+    exchanges.install()
+    torchs.backend.register_backend("x", a=1)
+    assert changed(of_group, group) == set()
+    monkeypatch.setitem(sys.modules, "lockstep.shm", torchs.shm)
+    torchs.backend.register_backend("shm", extended_api=True)
+    assert torchs.backend.registered == [(("x",), {"a": 1}), (("shm",), {"extended_api": True})]
+    assert changed(of_group, group) == {"send", "recv"}
+    group = of_group.methods()
+    torchs.backend.register_backend("y")
+    assert changed(of_group, group) == set()
+    assert changed(of_work, work) == set()
+    exchanges._see_waits()
+    assert changed(of_work, work) == {"wait"}
+
+
+def test_waits_are_seen_from_the_first_message_on(torchs: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    registered: list[Any] = []
+    exchanges = new_exchanges(registered)
+    of_group, of_work = torchs.work.methods(), torchs.shm.ShmWork.methods()
+    exchanges.install()
+    assert changed(torchs.work, of_group) == set()
+    for _ in range(2):
+        begin(exchanges, 1, 0)
+    (plugin,) = registered
+    assert isinstance(plugin, ExchangesOfTest)
+    assert plugin._exchanges is exchanges
+    assert changed(torchs.work, of_group) == {"wait"}
+    assert torchs.work.wait(Work()) == "work waited"
+    monkeypatch.setitem(sys.modules, "lockstep.shm", torchs.shm)
+    exchanges._see_shm()
+    assert changed(torchs.shm.ShmWork, of_work) == {"wait"}
+
+
+def test_messages_of_the_world_and_of_unknown_groups_have_a_name(torchs: Any) -> None:
+    exchanges = new_exchanges([])
+    exchanges._sees_waits = True
+    kept = [begin(exchanges, 1, 0), begin(exchanges, 1, 0, group=OTHER)]
+    found = list(exchanges._exchanged.values())
+    assert [(each.group, each.peer) for each in found] == [(DEFAULT_GROUP, 5), ("7", 1)]
+    exchanges.pytest_ranks_regrouped()
+    assert (exchanges.take(), exchanges._exchanged, len(exchanges._works)) == ((), {}, 0)
+    assert len(kept) == 2
+
+
+def test_what_a_device_sends_needs_no_wait(exchanges: Exchanges) -> None:
+    isend = exchanges._recorded(lambda *_: Work(), is_send=True)  # type: ignore[arg-type,return-value]
+    isend(GROUP, [torch.ones(2, device="meta")], 1, 0)
+    (channel,) = exchanges.take()
+    assert (channel.begun, channel.waited) == (1, 1)
+
+
+def test_messages_are_seen_on_ranks_whose_backend_connects_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    hints: list[str] = []
+    plugin.pytest_ranks_imports(hints)
+    assert hints == ["lockstep.features.exchanges.rank"]
+    installed: list[Exchanges] = []
+    monkeypatch.setattr(Exchanges, "install", lambda self: installed.append(self))
+
+    def configure(backend: str | None) -> tuple[list[Any], list[Any]]:
+        registered: list[Any] = []
+        parts: list[Any] = []
+        of_rank = SimpleNamespace(
+            spec=SimpleNamespace(session=SimpleNamespace(cwd="/w")),
+            group=SimpleNamespace(members=list),
+            status=SimpleNamespace(add_part=lambda *given: parts.append(given)),
+        )
+        session = (
+            None if backend is None else SimpleNamespace(world=SimpleNamespace(backend=backend), rank=of_rank)
+        )
+        manager = SimpleNamespace(get_plugin=lambda name: session, register=registered.append)
+        plugin.pytest_configure(SimpleNamespace(pluginmanager=manager))  # type: ignore[arg-type]
+        return registered, parts
+
+    assert configure(None) == configure("fake") == ([], [])
+    (exchanges,), ((name, current),) = configure("gloo")
+    assert installed == [exchanges]
+    assert (name, current, exchanges._base) == (FEATURE, exchanges.current, "/w")
