@@ -6,6 +6,7 @@ import json
 import platform
 import re
 import socket
+from collections.abc import Callable
 from dataclasses import asdict, replace
 from importlib.metadata import PackageNotFoundError
 from pathlib import Path
@@ -145,6 +146,28 @@ def test_hosts_that_are_missing_are_named(meeting: Any, monkeypatch: pytest.Monk
     meeting._place = NodePlace(0, rendezvous.NAMED + 3)
     first = ", ".join(str(node + 1) for node in range(rendezvous.NAMED))
     assert meeting._missing() == f"node {first}, and 2 more of {rendezvous.NAMED + 3}"
+
+
+def test_a_host_that_comes_after_the_others_are_named_is_in_time(
+    meeting: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    waited: list[float] = []
+
+    def wait_for(is_decided: Callable[[], bool], seconds: float) -> bool:
+        waited.append(seconds)
+        if len(waited) == 2:
+            for node in (1, 2):
+                meeting._answer(node, came(), Connected())
+        return is_decided()
+
+    monkeypatch.setattr(meeting._changed, "wait_for", wait_for)
+    monkeypatch.setattr(rendezvous, "time", SimpleNamespace(monotonic=iter([10.0, 14.0, 15.0]).__next__))
+    said: list[str] = []
+    assert len(meeting.await_all(30.0, said.append)) == 3
+    assert waited == [rendezvous.SAY_AFTER, 26.0]
+    assert [text.partition(";")[0] for text in said] == ["waiting for node 1, 2 of 3, up to 30 s"]
+    assert len(meeting.await_all(1.0, said.append)) == 3
+    assert (waited[2:], len(said)) == ([1.0], 1)
 
 
 def test_node_0_listens_where_it_can(tmp_path: Path) -> None:
