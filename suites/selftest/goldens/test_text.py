@@ -40,6 +40,12 @@ def test_a_golden_is_written_in_columns_and_read_again() -> None:
     assert GOLDEN.render() == TEXT
     assert Golden.parse(TEXT) == GOLDEN
     assert Golden.parse(TEXT.replace("collectives:", "\ncollectives:\n")) == GOLDEN
+    head = "".join(TEXT.splitlines(keepends=True)[:2])
+    with pytest.raises(ValueError, match=r"^there is no line `collectives:`$"):
+        Golden.parse(head)
+    for cut in (head.splitlines()[0], head.replace("Golden", "golden"), head.replace("Made", "made")):
+        with pytest.raises(ValueError, match=r"^line 1: a golden begins with two lines of comments"):
+            Golden.parse(f"{cut}\ncollectives:\n")
     empty = Golden("a.py::test", "torch", (), ())
     assert Golden.parse(empty.render()) == empty
 
