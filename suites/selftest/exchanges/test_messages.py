@@ -334,6 +334,11 @@ def test_those_of_shm_are_seen_once_it_is_imported(torchs: Any, monkeypatch: pyt
     torchs.backend.register_backend("shm", extended_api=True)
     assert torchs.backend.registered == [(("x",), {"a": 1}), (("shm",), {"extended_api": True})]
     assert changed(of_group, group) == {"send", "recv"}
+    seen: list[bool] = []
+    exchanges._record = lambda work, tensor, channel, group: seen.append(channel[1])  # type: ignore[method-assign]
+    for each in (of_group.send, of_group.recv):
+        each(GROUP, [torch.ones(2)], 1, 3)
+    assert seen == [True, False]
     group = of_group.methods()
     torchs.backend.register_backend("y")
     assert changed(of_group, group) == set()
@@ -404,3 +409,55 @@ def test_messages_are_seen_on_ranks_whose_backend_connects_them(monkeypatch: pyt
     (exchanges,), ((name, current),) = configure("gloo")
     assert installed == [exchanges]
     assert (name, current, exchanges._base) == (FEATURE, exchanges.current, "/w")
+
+
+def test_a_message_is_named_by_the_function_and_the_line_of_the_user(
+    exchanges: Exchanges, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    of_torch: dict[str, Any] = {}
+    code = "def isend(send, *given):\n    send(*given)\n\ndef wrapper(*given):\n    isend(*given)\n"
+    exec(compile(code, "/torch/distributed.py", "exec"), of_torch)
+    monkeypatch.setattr(rank, "is_installed", lambda file: file.startswith("/torch/"))
+    work = Work()
+    send = exchanges._recorded(lambda *_: work, is_send=True)  # type: ignore[arg-type,return-value]
+    line = sys._getframe().f_lineno + 1
+    of_torch["wrapper"](send, GROUP, [torch.ones(2)], 1, 0)
+    (channel,) = exchanges.take()
+    assert (channel.call, channel.line) == ("isend", f"test_messages.py:{line}")
+
+
+def test_only_waits_of_the_main_thread_are_waited_for(exchanges: Exchanges) -> None:
+    met: list[bool] = []
+    wait = exchanges._waiting(lambda work: met.append(exchanges._awaited is None) or True)  # type: ignore[func-returns-value]
+    thread = threading.Thread(target=wait, args=(begin(exchanges, 1, 0),))
+    thread.start()
+    thread.join()
+    assert met == [True]
+
+
+def test_a_wait_may_fail_after_all_is_forgotten(exchanges: Exchanges) -> None:
+    def fail(work: object) -> bool:
+        exchanges.clear()
+        raise ValueError("no")
+
+    with pytest.raises(ValueError, match="no"):
+        exchanges._waiting(fail)(begin(exchanges, 1, 0))  # type: ignore[arg-type]
+    assert exchanges._exchanged == {}
+
+
+def test_a_world_is_used_again_only_if_all_messages_are_over(exchanges: Exchanges) -> None:
+    kept = [begin(exchanges, 1, 0, work=Work(True)), begin(exchanges, 0, 0)]
+    ending = Ending(True)
+    ExchangesOfTest(exchanges).pytest_ranks_finished(ending)
+    assert [each.waited for each in ending.parts[FEATURE]] == [1, 0]
+    assert (ending.usable, len(kept)) == (False, 2)
+
+
+def test_threads_of_services_and_of_shm_do_not_help(monkeypatch: pytest.MonkeyPatch) -> None:
+    others = [threading.Thread(name=name) for name in ("shm-progress", "service")]
+    running = [threading.main_thread(), threading.current_thread(), *others]
+    monkeypatch.setattr(rank.threading, "enumerate", lambda: running)
+    monkeypatch.setattr(rank, "is_service", lambda thread: thread.name == "service")
+    assert not rank._may_be_helped()
+    running.append(threading.Thread(name="mine"))
+    assert rank._may_be_helped()

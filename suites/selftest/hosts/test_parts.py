@@ -26,7 +26,14 @@ from lockstep.features.hosts.hosts_file import (
     write_hosts_file,
 )
 from lockstep.features.hosts.join_info import JoinInfo, SharedFile, rendezvous_point, take_secret
-from lockstep.features.hosts.launchers import NodePlace, check_one_each, place_by_hand, place_of
+from lockstep.features.hosts.launchers import (
+    NodePlace,
+    check_one_each,
+    place_by_hand,
+    place_of,
+    refuse_launcher,
+    without_launcher,
+)
 from lockstep.features.hosts.wire import Credentials
 from lockstep.marker import MarkError, RanksMark
 from lockstep.specification import WorldKey
@@ -212,6 +219,59 @@ def test_srun_names_the_step_of_its_job() -> None:
     with pytest.raises(LaunchError, match=r"^srun has started 3 processes on a host, and one is enough"):
         check_one_each(NodePlace(5, 6, "srun", 3))
     check_one_each(NodePlace(5, 6, "srun", 1))
+
+
+def test_torchrun_serves_its_store_or_node_0_does() -> None:
+    environ = {
+        "TORCHELASTIC_RUN_ID": "x",
+        "RANK": "0",
+        "WORLD_SIZE": "4",
+        "LOCAL_WORLD_SIZE": "1",
+        "MASTER_ADDR": "h",
+        "MASTER_PORT": "9",
+        "TORCHELASTIC_USE_AGENT_STORE": "False",
+    }
+    alone = NodePlace(0, 4, "torchrun", job="x", store=("h", 9), has_agent_store=False)
+    assert place_of(environ) == alone
+    assert place_of(environ | {"TORCHELASTIC_USE_AGENT_STORE": "True"}) == replace(
+        alone, has_agent_store=True
+    )
+    del environ["MASTER_PORT"]
+    with pytest.raises(LaunchError, match=r"^MASTER_PORT='' is no number, though a launcher has set it$"):
+        place_of(environ)
+    several = place_of(environ | {"LOCAL_WORLD_SIZE": "2"})
+    assert several is not None
+    assert several == NodePlace(0, 4, "torchrun", local_size=2, job="x")
+    started = (
+        "torchrun has started 2 processes on a host, and one is enough, which starts the ranks, "
+        "--ranks-per-host of them: torchrun --nnodes N --nproc-per-node 1 ... -m lockstep hosts -- ARGUMENTS"
+    )
+    with pytest.raises(LaunchError, match=f"^{re.escape(started)}$"):
+        check_one_each(several)
+    check_one_each(replace(several, local_size=1))
+
+
+def test_a_launcher_with_several_processes_is_refused_by_its_name() -> None:
+    environ = {
+        "OMPI_COMM_WORLD_SIZE": "4",
+        "OMPI_COMM_WORLD_RANK": "0",
+        "OMPI_COMM_WORLD_LOCAL_SIZE": "2",
+        "OMPI_MCA_ess_base_jobid": "7",
+        "SLURM_JOB_ID": "8",
+    }
+    assert place_of(environ) == NodePlace(0, 4, "mpirun", 2, "7")
+    said = (
+        "mpirun has started 4 processes, and each would run every test on ranks of its own; pytest starts "
+        "the ranks itself: {}. If no other of them runs pytest: env -u OMPI_COMM_WORLD_SIZE pytest"
+    )
+    for local, remedy in (
+        ("2", "mpirun -npernode 1 python -m lockstep hosts -- ARGUMENTS"),
+        ("4", "pytest ARGUMENTS, alone"),
+    ):
+        with pytest.raises(pytest.UsageError, match=f"^{re.escape(said.format(remedy))}$"):
+            refuse_launcher(environ | {"OMPI_COMM_WORLD_LOCAL_SIZE": local})
+    refuse_launcher(environ | {"OMPI_COMM_WORLD_SIZE": "x"})
+    assert without_launcher(environ | {"A": "1", "PMIX_RANK": "0"}) == {"A": "1", "SLURM_JOB_ID": "8"}
 
 
 @pytest.mark.parametrize("meet", ["10.0.0.1", ":1", "10.0.0.1:", "10.0.0.1:0", "10.0.0.1:65536", "a:1x"])
