@@ -36,7 +36,7 @@ def parse(*words: str) -> argparse.Namespace:
 
 @pytest.fixture
 def done(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[Any]:
-    """What hosts do, one after another, without a connection between them."""
+    """The steps of hosts, one after another, without a connection between them."""
     found: list[Any] = []
 
     class Meeting:
@@ -136,7 +136,7 @@ def test_a_meeting_that_cannot_open_leaves_nothing(
 
 @pytest.fixture
 def served(done: list[Any], monkeypatch: pytest.MonkeyPatch) -> list[Any]:
-    """What a host does that serves ranks: node 0 is started a second time before it is met."""
+    """The steps of a host that serves ranks: node 0 is started a second time before it is met."""
 
     class Agent:
         def __init__(self, address: str, node: int, credentials: Credentials) -> None:

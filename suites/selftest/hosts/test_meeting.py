@@ -293,10 +293,10 @@ def test_hosts_meet_over_a_connection(tmp_path: Path, monkeypatch: pytest.Monkey
         with rendezvous.connect(
             rendezvous.Call(rendezvous.Purpose("rendezvous"), 1, 0, stranger.address, stranger.port),
             Credentials(b"s"),
-        ) as nobody:
-            nobody.send_bytes(b"[]")
+        ) as stray:
+            stray.send_bytes(b"[]")
             with pytest.raises((EOFError, OSError)):
-                nobody.recv_bytes()
+                stray.recv_bytes()
         member = comer_to(meeting, 1).come(60.0)
         assert (member.name, member.first) == ("b", "a")
         assert meeting.await_all(60.0, print) == (FIRST, SECOND)
