@@ -677,7 +677,7 @@ def test_the_exit_of_a_worker_is_judged(
 
 
 class Metafunc:
-    """What `pytest_generate_tests` gets of a method."""
+    """A method, as `pytest_generate_tests` gets it."""
 
     def __init__(self, cls: type | None, function: Any) -> None:
         self.cls, self.function = cls, function
