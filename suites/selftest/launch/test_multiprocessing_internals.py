@@ -19,7 +19,7 @@ USUAL = signal.pthread_sigmask(signal.SIG_BLOCK, ())
 
 @pytest.fixture
 def steps(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
-    """What is done in order to start a server, of which none is started."""
+    """The steps of a start of a server; none is started."""
     done: list[Any] = []
 
     def blocked() -> set[Any]:

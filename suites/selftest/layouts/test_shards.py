@@ -1,4 +1,4 @@
-"""Which elements of the unsharded tensors a rank has, on layouts without ranks."""
+"""The elements of the unsharded tensors that a rank has, on layouts without ranks."""
 
 from __future__ import annotations
 

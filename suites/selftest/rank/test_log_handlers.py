@@ -82,7 +82,7 @@ def test_handlers_that_are_used_once_do_not_stay(monkeypatch: pytest.MonkeyPatch
 
 
 class Catching:
-    """What pytest enters for a phase, with a handler and the level of its records."""
+    """The context that pytest enters for a phase, with a handler and the level of its records."""
 
     __slots__ = ("attached_loggers", "handler", "level", "orig_level")
 

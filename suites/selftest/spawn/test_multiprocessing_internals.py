@@ -62,7 +62,7 @@ def popen_of(origin: Origin) -> Any:
 
 @pytest.fixture
 def base(monkeypatch: Patch) -> list[Any]:
-    """What is asked of multiprocessing's own class: all processes have exited with 3."""
+    """The questions to multiprocessing's own class: all processes have exited with 3."""
     asked: list[Any] = []
 
     def answer(name: str) -> Any:
@@ -128,7 +128,7 @@ def test_an_exit_code_that_was_read_or_asked_for_is_seen(base: list[Any]) -> Non
 
 @pytest.fixture
 def server(monkeypatch: Patch) -> dict[str, Any]:
-    """What the server is sent; its answer is the pid 77, and that the process is ready."""
+    """The orders that the server is sent; its answer is the pid 77, and that the process is ready."""
     seen: dict[str, Any] = {}
 
     def request(descriptors: list[int], key: bytes | None) -> tuple[int, int]:
