@@ -417,7 +417,7 @@ def test_the_trace_of_torch_reaches_no_handler_of_another_logger(monkeypatch: py
 def test_threads_that_compile_get_a_name(fake_module: Any) -> None:
     name_compile_threads("none")
     ends = threading.Event()
-    thread = threading.Thread(target=ends.wait, args=(60,), name="ThreadPoolExecutor-1_0")
+    thread = threading.Thread(target=ends.wait, args=(60,), name="ThreadPoolExecutor-1_0", daemon=True)
     thread.start()
     pool = SimpleNamespace(_threads={thread})
     cached = Mock(return_value=pool)

@@ -319,7 +319,7 @@ def test_a_prompt_of_another_thread_changes_no_handler(
 ) -> None:
     debugging, run = debug(pdb=1), Running()
     part, own = Part(FEATURE, "prompts"), signal.getsignal(signal.SIGINT)
-    thread = threading.Thread(target=debugging.pytest_ranks_message, args=(run, 1, part))
+    thread = threading.Thread(target=debugging.pytest_ranks_message, args=(run, 1, part), daemon=True)
     thread.start()
     thread.join(60)
     assert run.paused == {1}

@@ -429,7 +429,7 @@ def test_a_message_is_named_by_the_function_and_the_line_of_the_user(
 def test_only_waits_of_the_main_thread_are_waited_for(exchanges: Exchanges) -> None:
     met: list[bool] = []
     wait = exchanges._waiting(lambda work: met.append(exchanges._awaited is None) or True)  # type: ignore[func-returns-value]
-    thread = threading.Thread(target=wait, args=(begin(exchanges, 1, 0),))
+    thread = threading.Thread(target=wait, args=(begin(exchanges, 1, 0),), daemon=True)
     thread.start()
     thread.join()
     assert met == [True]

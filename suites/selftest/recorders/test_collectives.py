@@ -128,7 +128,7 @@ def test_calls_of_shm_are_recorded_on_the_thread_that_logs(monkeypatch: pytest.M
         (observer,) = shm.observers
         observer(entry())
         observer(entry("broadcast"))
-        thread = threading.Thread(target=observer, args=(entry(),))
+        thread = threading.Thread(target=observer, args=(entry(),), daemon=True)
         thread.start()
         thread.join(60)
         inside = Operator("barrier")

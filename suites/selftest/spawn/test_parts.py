@@ -331,7 +331,7 @@ def test_only_the_thread_of_tests_waits_with_a_deadline(tested: Any, monkeypatch
     tested._controller += 1
     assert (tested._wait([5]), asked) == (0, [])
     tested._controller -= 1
-    thread = threading.Thread(target=lambda: asked.append(tested._wait([5])))
+    thread = threading.Thread(target=lambda: asked.append(tested._wait([5])), daemon=True)
     thread.start()
     thread.join()
     assert asked.pop() == 0
@@ -349,7 +349,7 @@ def test_a_process_of_a_thread_that_was_there_before_is_of_no_test(tested: Any) 
         tested.add(started(41, alive=True))
         ready.set()
 
-    thread = threading.Thread(target=replace_a_process)
+    thread = threading.Thread(target=replace_a_process, daemon=True)
     thread.start()
     tested.begin(item_of())
     done.set()
