@@ -74,14 +74,15 @@ def in_order(
     on. A claim is near if much of what it runs is in the file of the mutant. Self-tests of its room or
     feature come before others. On gloo, if any runs the line there. Cases that were not recorded come after
     those of their function that were; if none was recorded, those that take long come after the others, and
-    those first that have many of the words `around` the lines, of which rare ones count for more.
+    those first whose file has the name of the mutant's, and that have many of the words `around` the lines,
+    of which rare ones count for more.
     Last those of the same room that run the file: under a debugger, in threads of C++ and in dynamo no line
     is recorded.
     """
     room = room_of(file)
     found, known = _running(claims, file, lines, room)
     rarest = _rarest(found, file, branches, words)
-    rounds: defaultdict[tuple[bool, bool, bool, bool, int, int], list[Claim]] = defaultdict(list)
+    rounds: defaultdict[tuple[bool, bool, bool, bool, bool, int, int], list[Claim]] = defaultdict(list)
     files: Counter[str] = Counter()
     functions: Counter[str] = Counter()
     common = Counter(word for claim in found for word in claim.words)
@@ -95,7 +96,7 @@ def in_order(
         is_unknown = claim.name not in known
         is_far = PurePath(claim.file).parent.name != room or (claim.is_guess and not _nearness(claim, file))
         seen = functions[claim.function], 0 if claim.is_guess else min(files[claim.file], 1)
-        key = is_unknown, claim.is_slow, is_common, is_far, *seen
+        key = is_unknown, claim.is_slow, claim.is_guess and is_far, is_common, is_far, *seen
         rounds[key].append(claim)
         files[claim.file] += 1
         functions[claim.function] += 1

@@ -154,6 +154,21 @@ def test_claims_that_start_sessions_come_last(monkeypatch: Any, tmp_path: Path) 
     assert ordered("test_also_shared", "run") == ["quick", "also_shared", "shared", "own"]
 
 
+def test_claims_of_a_file_of_the_same_name_come_before_those_with_rare_words(monkeypatch: Any) -> None:
+    module, recording = power(monkeypatch), power(monkeypatch, "mutants.recording")
+    lines = {"leaks/guard.py": frozenset({1})}
+    claims = [
+        recording.Claim(
+            f"suites/selftest/leaks/{file}::test_a", "gloo", 2, 1.0, lines, words, "", is_guess=True
+        )
+        for file, words in (("test_other.py", frozenset({"rare"})), ("test_guard.py", frozenset()))
+    ]
+    found = module.in_order(claims, "leaks/guard.py", (1,), words=["rare"])
+    assert [each.file for each in found] == [
+        f"suites/selftest/leaks/test_{name}.py" for name in ("guard", "other")
+    ]
+
+
 def test_words_around_a_mutant_are_those_of_its_function(monkeypatch: Any) -> None:
     module, seen = power(monkeypatch), []
     source = "def outer():\n    def inner():\n        return answer > limit\n    return whole\n"

@@ -38,7 +38,8 @@ class Layouts:
         ]
         if left_out:
             self._config.hook.pytest_deselected(items=left_out)
-            items[:] = [item for item in items if item not in set(left_out)]
+            without = set(left_out)
+            items[:] = [item for item in items if item not in without]
 
     @pytest.hookimpl(tryfirst=True)  # a stage of what does not run need not run
     def pytest_ranks_before(self, item: pytest.Item) -> list[pytest.TestReport] | None:

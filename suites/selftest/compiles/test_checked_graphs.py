@@ -14,6 +14,7 @@ from torch.fx import GraphModule, symbolic_trace
 from lockstep.features.compiles.checked_graphs import (
     Graph,
     GraphChecks,
+    _copies,
     computed,
     first_part,
     name_of,
@@ -234,6 +235,15 @@ def test_inputs_that_share_memory_share_it_in_their_copies() -> None:
     assert copied is not sparse
     assert copied.to_dense().equal(torch.eye(2))
     assert len(storages) == 2
+
+
+def test_copies_of_inputs_are_leaves_that_require_what_inputs_do() -> None:
+    inputs = [torch.ones(2, requires_grad=True), torch.ones(2), 3]
+    leaf, plain, number = _copies(inputs)
+    assert (leaf.is_leaf, leaf.requires_grad, plain.requires_grad, number) == (True, True, False, 3)
+    (leaf * 2).sum().backward()
+    assert leaf.grad.tolist() == [2.0, 2.0]
+    assert inputs[0].grad is None
 
 
 def test_a_graph_without_outputs_to_compare_differs_in_nothing() -> None:

@@ -352,6 +352,11 @@ def test_a_long_failure_loses_its_middle() -> None:
     assert len(case.text) < 13_000
     assert (case.text[:6], case.text[-4:]) == ("startx", "xend")
     assert "[88008 characters left out]" in case.text
+    (whole, cut) = (failed("x" * length) for length in (12_000, 12_001))
+    assert whole is not None
+    assert whole.text == "x" * 12_000
+    assert cut is not None
+    assert cut.text == f"{'x' * 6000}\n[1 characters left out]\n{'x' * 6000}"
 
 
 def test_an_engine_that_broke_early_has_as_many_cases_as_others() -> None:

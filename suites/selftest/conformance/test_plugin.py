@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -103,6 +104,20 @@ def test_a_test_is_an_item_of_each_engine_where_there_are_several(tmp_path: Path
         (("engine_name", ("a", "b")), {"ids": ("a", "b"), "indirect": True})
     ]
     assert made(("a",), "engine_name") == made(("a", "b"), "engine") == []
+
+
+def test_the_engine_of_a_test_is_that_of_its_case_or_the_only_one(tmp_path: Path) -> None:
+    name_of: Any = inspect.unwrap(plugin.engine_name)
+
+    def engine(*engines: str, **case: str) -> str:
+        found: str = name_of(SimpleNamespace(config=config_of(tmp_path, *engines), **case))
+        return found
+
+    assert engine("a", "b", param="b") == "b"
+    assert engine("a") == "a"
+    with pytest.raises(pytest.fail.Exception, match="there are several engines: name `engine`") as failed:
+        engine("a", "b")
+    assert not failed.value.pytrace
 
 
 WHOLE = Deviation(("*",), "it rounds", run=False)

@@ -94,6 +94,13 @@ def test_each_function_of_os_is_seen_with_its_path(seen: Seen, tmp_path: Path) -
     assert ops(seen) == ["rename ../link"] * 2
 
 
+def test_a_raw_file_of_no_observer_is_cut_as_any_other(tmp_path: Path) -> None:
+    with files._File(tmp_path / "x", "w") as raw:
+        assert raw.write(b"1234") == 4
+        assert raw.truncate(3) == 3
+    assert (tmp_path / "x").read_bytes() == b"123"
+
+
 def test_only_the_directories_and_what_is_below_are_seen(seen: Seen, tmp_path: Path) -> None:
     os.mkdir(tmp_path / "inside")
     (tmp_path / "inside" / "x").write_text("x")
