@@ -244,6 +244,8 @@ def test_copies_of_inputs_are_leaves_that_require_what_inputs_do() -> None:
     (leaf * 2).sum().backward()
     assert leaf.grad.tolist() == [2.0, 2.0]
     assert inputs[0].grad is None
+    [sparse] = _copies([torch.eye(2).to_sparse().requires_grad_()])
+    assert (sparse.is_leaf, sparse.requires_grad) == (True, True)
 
 
 def test_a_graph_without_outputs_to_compare_differs_in_nothing() -> None:
