@@ -196,9 +196,7 @@ def _copies(inputs: Sequence[Any]) -> list[Any]:
     def copy(each: Any) -> Any:
         if not isinstance(each, Tensor):
             return each
-        with torch.no_grad():
-            made = copy_of_storage(each, storages)
-        return made.requires_grad_(each.requires_grad)
+        return copy_of_storage(each, storages).requires_grad_(each.requires_grad)
 
     return [copy(each) for each in inputs]
 
