@@ -900,6 +900,13 @@ def test_draws_in_bounds_that_read_alike_are_named_by_their_example() -> None:
     assert describe_draws("example 3", drawn).startswith("ranks drew with different bounds in example 3.\n")
 
 
+def test_a_rank_that_drew_less_is_named() -> None:
+    drawn = [[Drawn("1", "x"), Drawn("2", "")], [Drawn("1", "x")], [Drawn("1", "y"), Drawn("2", "y")]]
+    assert describe_draws("example 3", drawn).startswith(
+        "ranks drew different values in example 3: rank 0 drew 2; rank 1 drew nothing more; rank 2 drew 2 for y."
+    )
+
+
 def test_an_example_that_marks_itself_invalid_is_rejected_with_its_reason(tmp_path: Path) -> None:
     running = RunningExampleFile(str(tmp_path / "running"))
     attempt = Attempt(ConjectureData.for_choices([]), running, CrashGuard(running))
@@ -1127,6 +1134,7 @@ def test_constants_that_are_equal_are_kept_and_caches_emptied_after_a_difference
     shared = SharedConstants(same)  # type: ignore[arg-type]
     cache = providers.CONSTANTS_CACHE.cache
     emptied = []
+    internals.read_constants()  # which empties them after an import
     try:
         for ranks in (same, other, same, same):
             shared._examples = ranks  # type: ignore[assignment]

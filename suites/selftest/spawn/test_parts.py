@@ -384,36 +384,36 @@ def test_processes_that_a_module_holds_are_left_to_later_tests(
 def test_what_processes_of_a_test_have_left_is_ended(
     recorded: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    mine, gone = os.getpid(), 1 << 23
+    mine, gone = os.getpid(), 1 << 23  # this one, and numbers that no process has
     command = " ".join(Path("/proc/self/cmdline").read_text().split("\0")[:-1])
-    below = {31, 32, mine, gone}
+    below = {8000031, 8000032, mine, gone}
     monkeypatch.setattr(processes, "server_pid", lambda: 77)
     monkeypatch.setattr(processes, "children_of", lambda pid: below if pid == 77 else set())
-    monkeypatch.setattr(processes, "is_running", lambda pid: pid != 33)
-    for pid in (31, 32, 33):
+    monkeypatch.setattr(processes, "is_running", lambda pid: pid != 8000033)
+    for pid in (8000031, 8000032, 8000033):
         (tmp_path / "ranks" / str(pid)).touch()
-    for name in ("32.stacks", "33.stacks", "33.failure"):
+    for name in ("8000032.stacks", "8000033.stacks", "8000033.failure"):
         (tmp_path / "spawned" / name).touch()
     item = item_of()
-    assert recorded.pids() == {32}
-    recorded.add(started(31, alive=True))
-    assert recorded.pids() == {31, 32}
+    assert recorded.pids() == {8000032}
+    recorded.add(started(8000031, alive=True))
+    assert recorded.pids() == {8000031, 8000032}
     recorded._look(item)
     (warned,) = item.warned
     assert str(warned) == "the test left behind " + "; ".join(
         [
-            "process 31 (P-31, `f`), which was running and was ended",
-            "process 32 (started by a process of the test), which was ended",
-            *sorted([f"process {mine} ({command[:60]}), which was ended"]),
+            "process 8000031 (P-8000031, `f`), which was running and was ended",
+            f"process {mine} ({command[:60]}), which was ended",
+            "process 8000032 (started by a process of the test), which was ended",
             f"process {gone} (ended), which was ended",
         ]
     )
-    assert recorded.ended == [{31, 32, mine, gone}]
-    assert sorted(path.name for path in tmp_path.glob("*/*")) == ["31", "32", "32.stacks"]
+    assert recorded.ended == [{8000031, 8000032, mine, gone}]
+    assert sorted(path.name for path in tmp_path.glob("*/*")) == ["8000031", "8000032", "8000032.stacks"]
     recorded._of_item = []
     recorded._look(item)  # of the ranks of a test
-    assert "process 32 (started by" in str(item.warned[1])
-    recorded._of_fixtures = [started(34, alive=True)]
+    assert "process 8000032 (started by" in str(item.warned[1])
+    recorded._of_fixtures = [started(8000034, alive=True)]
     assert recorded._strays() == set()
     recorded._look(item)
     assert len(item.warned) == 2
