@@ -170,7 +170,7 @@ def test_a_server_that_ends_kills_the_ranks_that_are_left(
     assert killed[2:] == [({os.getpid()}, 0.0)]
     assert not (tmp_path / "d").exists()
     with pytest.raises(Exited):
-        server._leave(os.getpid(), str(tmp_path / "d"))  # which somebody has removed
+        server._leave(os.getpid(), str(tmp_path / "d"))  # which a test has removed
     assert done[-2:] == [("exit", 0)] * 2
 
 

@@ -903,7 +903,8 @@ def test_draws_in_bounds_that_read_alike_are_named_by_their_example() -> None:
 def test_a_rank_that_drew_less_is_named() -> None:
     drawn = [[Drawn("1", "x"), Drawn("2", "")], [Drawn("1", "x")], [Drawn("1", "y"), Drawn("2", "y")]]
     assert describe_draws("example 3", drawn).startswith(
-        "ranks drew different values in example 3: rank 0 drew 2; rank 1 drew nothing more; rank 2 drew 2 for y."
+        "ranks drew different values in example 3: "
+        "rank 0 drew 2; rank 1 drew nothing more; rank 2 drew 2 for y."
     )
 
 
