@@ -287,6 +287,9 @@ def test_numbers_of_all_kinds_are_shown() -> None:
     found = parting([event("output", "a", [1 + 1j])], [event("output", "a", [1 - 1j])])
     assert found is not None
     assert found.lines[1] == ("  candidate (1-1j) (complex64 [1]), reference (1+1j) (complex64 [1]) at (0,)")
+    found = parting([event("output", "a", [9 + 1j, 1j])], [event("output", "a", [9 - 1j, -3j])])
+    assert found is not None
+    assert found.lines[1].endswith(" at (1,)")
 
 
 # Races

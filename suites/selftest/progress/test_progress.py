@@ -124,6 +124,14 @@ def test_options_and_the_environment_decide_how(
     assert tuple(found) == ways
 
 
+def test_a_report_of_another_class_has_replaced_that_of_pytest() -> None:
+    class Own(pytest.TerminalReporter):
+        pass
+
+    reporters = [object.__new__(each) for each in (pytest.TerminalReporter, Own)]
+    assert [display.is_replaced(each) for each in reporters] == [False, True]
+
+
 @pytest.mark.parametrize(("terminal", "way"), [(True, "off"), (False, "plain")])
 def test_a_plugins_own_report_keeps_the_terminal(
     monkeypatch: pytest.MonkeyPatch, terminal: bool, way: str

@@ -211,6 +211,10 @@ def test_after_a_late_crash_the_test_runs_without_a_search() -> None:
     assert not search.add(_ended_in(_outcome(DIED), _example(b"b")))
 
 
+def test_a_search_without_crashes_looks_for_the_smallest_example() -> None:
+    assert Search() == Search(0, (), continues=True)
+
+
 def test_a_quick_loss_leaves_time_to_search_on() -> None:
     search = CrashSearch()
     assert search.add(_ended_in(_outcome(DIED), _example(b"a")))
