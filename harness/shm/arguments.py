@@ -95,4 +95,7 @@ def reduction_of(op: str, opts: Any, dtype: torch.dtype) -> int:
 
 def premultiplied(opts: Any, reduction: int, tensor: Tensor) -> Tensor:
     """Return what a tensor adds to the reduction: multiplied by the factor of PREMUL_SUM."""
-    return (tensor * opts.reduceOp.factor).to(tensor.dtype) if reduction == PREMUL_SUM else tensor
+    if reduction != PREMUL_SUM:
+        return tensor
+    factor: float | Tensor = opts.reduceOp.__getstate__()[1]  # torch 2.11 has no attribute for it
+    return (tensor * factor).to(tensor.dtype)

@@ -162,9 +162,9 @@ def test_a_reduction_is_a_sum_unless_options_name_another() -> None:
 
 
 def test_only_a_premultiplied_sum_has_a_factor() -> None:
-    tensor, options = torch.ones(2, dtype=torch.bfloat16), SimpleNamespace(reduceOp=SimpleNamespace(factor=3))
+    tensor = torch.ones(2, dtype=torch.bfloat16)
+    options = SimpleNamespace(reduceOp=dist._make_nccl_premul_sum(torch.tensor([3.0])))
     assert premultiplied(options, 0, tensor) is tensor
-    options.reduceOp.factor = torch.tensor([3.0])
     scaled = premultiplied(options, PREMUL_SUM, tensor)
     assert (scaled.tolist(), scaled.dtype) == ([3.0, 3.0], torch.bfloat16)
 
