@@ -59,6 +59,7 @@ def assert_named_close(
         AssertionError: with a line for each name that differs: the largest absolute and relative difference
             and its index; also if there is no tensor to compare.
     """
+    __tracebackhide__ = True
     if found := differences(actual, expected, tolerance, same_dtype=same_dtype):
         raise AssertionError("\n".join(found))
 
@@ -111,20 +112,16 @@ def _is_same(actual: torch.Tensor, expected: torch.Tensor) -> bool:
     """Return whether two plain tensors are equal beyond doubt, as most are: `assert_close` takes 40 us."""
     if not type(actual) is type(expected) is torch.Tensor:
         return False
-    is_plain = actual.layout is torch.strided and not _is_float8(actual.dtype)
-    if actual.is_meta or not is_plain:  # `torch.equal` raises
+    is_low = actual.is_floating_point() and actual.dtype.itemsize == 1
+    if actual.is_meta or is_low or actual.layout is not torch.strided:  # `torch.equal` raises
         return False
     kinds = [(tensor.dtype, tensor.device, tensor.layout) for tensor in (actual, expected)]
     return kinds[0] == kinds[1] and torch.equal(actual, expected)
 
 
-def _is_float8(dtype: torch.dtype) -> bool:
-    return dtype.is_floating_point and dtype.itemsize == 1
-
-
 def _comparable(tensor: torch.Tensor) -> torch.Tensor:
     """Return an 8-bit float as the same value in float32: torch compares 8-bit floats by their bits alone."""
-    return tensor.float() if _is_float8(tensor.dtype) else tensor
+    return tensor.float() if str(tensor.dtype).startswith("torch.float8_") else tensor
 
 
 def _resolve(tolerance: Tolerance | torch.dtype | None, *dtypes: torch.dtype) -> Tolerance:

@@ -8,6 +8,8 @@ from fnmatch import fnmatchcase
 import torch
 from torch import nn
 
+__tracebackhide__ = True  # under pytest a failure points to the call
+
 # One dtype for all, or by pattern of the name: "*.bias", "layers.0.*"; the first that fits a name counts.
 Expected = torch.dtype | Mapping[str, torch.dtype]
 

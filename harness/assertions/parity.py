@@ -317,6 +317,7 @@ def assert_sharded_parity(
     Raises:
         AssertionError: on every rank, with rank, name and largest difference; also if there is no parameter.
     """
+    __tracebackhide__ = True
     full = dict(reference.named_parameters())
     actual: dict[str, torch.Tensor | None] = {}
     expected: dict[str, torch.Tensor | None] = {}

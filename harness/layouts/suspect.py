@@ -173,28 +173,27 @@ class Suspect:
         """The axes along which replicas differ."""
         return [axis for axis in self.replicated if not self.is_same_along(self.values, axis)]
 
-    def _reductions(self) -> Iterator[tuple[str, Values]]:
-        """Yield reductions over the axes along which replicas differ, those over few axes first."""
+    def _reductions(self) -> Iterator[tuple[dict[str, str], Values]]:
+        """Yield reductions by axis, of those along which replicas differ, those over few axes first."""
         for number in range(1, len(self._differing) + 1):
             for over in combinations(self._differing, number):
                 for op in _REDUCTIONS:
-                    yield f"a {op} over {' and '.join(over)}", self.reduced(self.values, over, op)
+                    yield dict.fromkeys(over, op), self.reduced(self.values, over, op)
                 for ops in product(("sum", "mean"), repeat=number):
                     if len(set(ops)) > 1:
                         values = self.values
                         for axis, op in zip(over, ops, strict=True):
                             values = self.reduced(values, [axis], op)
-                        pairs = zip(ops, over, strict=True)
-                        yield " and ".join(f"a {op} over {axis}" for op, axis in pairs), values
+                        yield dict(zip(over, ops, strict=True)), values
 
     def _unreduced(self) -> Iterator[str]:
-        for what, values in self._reductions():
+        for ops, values in self._reductions():
             if self.equals(values):
-                yield f"equals the reference after {what}: that reduction is missing"
+                yield f"equals the reference after {_in_words(ops)}: that reduction is missing"
                 # A size of something else may have divided it, or not: the numbers are the same.
-                if what.startswith("a mean over ") and " sum " not in what:
-                    over = what.removeprefix("a mean over ")
-                    size = math.prod(self.layout[axis] for axis in over.split(" and "))
+                if {*ops.values()} == {"mean"}:
+                    over = " and ".join(ops)
+                    size = math.prod(self.layout[axis] for axis in ops)
                     if products(size, self._sizes, self.microbatches) != [over]:
                         factor = self.describe_factor(size)
                         yield f"is wrong twice: after a sum over {over}, which is missing, it is {factor}"
@@ -250,8 +249,9 @@ class Suspect:
     def _unreduced_and_scaled(self) -> Iterator[str]:
         if self._factors:  # any sum of them is the reference times something
             return
-        for what, values in self._reductions():
-            if " mean " not in what and (factor := self.factor(values)) is not None:
+        for ops, values in self._reductions():
+            if "mean" not in ops.values() and (factor := self.factor(values)) is not None:
+                what = _in_words(ops)
                 yield f"is wrong twice: after {what}, which is missing, it is {self.describe_factor(factor)}"
                 return
 
@@ -393,6 +393,13 @@ class Suspect:
     @cached_property
     def _sizes(self) -> Mapping[str, int]:
         return {axis: self.layout[axis] for axis in self.layout.large}
+
+
+def _in_words(ops: Mapping[str, str]) -> str:
+    """Return reductions by axis as "a sum over dp and tp", or "a mean over dp and a sum over tp"."""
+    if len({*ops.values()}) == 1:
+        return f"a {next(iter(ops.values()))} over {' and '.join(ops)}"
+    return " and ".join(f"a {op} over {axis}" for axis, op in ops.items())
 
 
 def _is_close(actual: torch.Tensor, expected: torch.Tensor, scale: float) -> bool:

@@ -3,6 +3,7 @@
 import dataclasses
 import re
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -479,6 +480,29 @@ def test_eight_bit_floats_may_differ_by_a_unit(dtype, unit):
     [difference] = differences(one, {"w": torch.ones(1)})
     assert difference.startswith("w: The values for attribute 'dtype' do not match")
     assert differences(one, {"w": torch.ones(1)}, same_dtype=False) == []
+
+
+def test_packed_floats_are_compared_by_their_bits():
+    one, other = (
+        {"w": torch.tensor(bits, dtype=torch.uint8).view(torch.float4_e2m1fn_x2)} for bits in ([1, 2], [1, 3])
+    )
+    assert differences(one, one, Tolerance(0.0, 0.0)) == []
+    assert differences(one, other, Tolerance(0.0, 0.0)) != []
+
+
+@pytest.mark.parametrize(
+    ("check", "given"),
+    [
+        (assert_named_close, ({"w": torch.ones(1)}, {"w": torch.zeros(1)})),
+        (assert_parameter_dtypes, (nn.Linear(1, 1), F16)),
+        (assert_gradient_dtypes, (nn.Linear(1, 1), F16)),
+        (assert_buffer_dtypes, (nn.BatchNorm1d(1), F16)),
+    ],
+)
+def test_a_failed_assertion_points_to_its_call(check, given):
+    with pytest.raises(AssertionError) as failed:
+        check(*given)
+    assert [entry.path for entry in failed.traceback.filter(failed)] == [Path(__file__)]
 
 
 def test_tensors_that_are_not_plain_are_compared():

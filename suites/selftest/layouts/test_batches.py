@@ -128,8 +128,18 @@ def test_batches_of_which_wrong_reductions_look_right_are_refused(name: str) -> 
     assert str(caught.value).startswith(message)
 
 
-def test_batches_that_differ_in_one_tensor_are_taken() -> None:
-    refuse([X, Y, Z], (1, 3, 1), 2)
-    refuse([torch.arange(9), torch.arange(9) + 9], (1, 1), 8)  # in parts of two rows: the last have none
-    refuse([{"x": X, "y": Y}, {"x": X, "y": Z}], (1, 1), 2)
-    refuse([{"x": torch.ones(6), "y": Y}, {"x": torch.ones(6), "y": Z}], (1, 1), 2)
+@pytest.mark.parametrize(
+    ("batches", "microbatches", "parts"),
+    [
+        ([X, Y, Z], (1, 3, 1), 2),
+        ([torch.arange(9), torch.arange(9) + 9], (1, 1), 8),  # in parts of two rows: the last have none
+        ([{"x": X, "y": Y}, {"x": X, "y": Z}], (1, 1), 2),
+        ([{"x": torch.ones(6), "y": Y}, {"x": torch.ones(6), "y": Z}], (1, 1), 2),
+    ],
+)
+def test_batches_that_differ_in_one_tensor_are_taken_and_equal_ones_refused(
+    batches: list[Any], microbatches: tuple[int, ...], parts: int
+) -> None:
+    refuse(batches, microbatches, parts)
+    with pytest.raises(ValueError, match="batch"):
+        refuse(batches[:1] * len(batches), microbatches, parts)

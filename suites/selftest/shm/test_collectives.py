@@ -282,11 +282,15 @@ def test_barrier_waits_for_the_last_rank(world, group):
 
 @pytest.mark.ranks(3)
 def test_monitored_barrier_of_the_group_lets_all_pass(world, group, backend):
+    store = dist.PrefixStore(f"monitored on {backend}", dist.distributed_c10d._get_default_store())
+    if world.rank == 1:
+        store.set("last", "set before the barrier")
     # `dist.monitored_barrier` compares the backend's name with "gloo"; the group's method is what it calls.
     if backend == "shm":
         group.monitored_barrier()
     else:
         dist.monitored_barrier(group=group)
+    assert store.check(["last"])
 
 
 @pytest.mark.ranks(1)
@@ -564,6 +568,8 @@ def test_a_tensor_without_elements_is_exchanged_too(three: list[Collectives]) ->
     complete([end.all_to_all_single(tensors[end.rank], tensors[end.rank], [0] * 3, [0] * 3) for end in three])
     complete([end.broadcast(tensors[end.rank], 1) for end in three])
     complete([end.barrier() for end in three])
+    assert [(tensor.shape, tensor.dtype) for tensor in tensors] == [((0, 2), torch.float32)] * 3
+    assert [len(end.pending) for end in three] == [0] * 3
 
 
 @pytest.mark.parametrize("root", [-1, 3])
