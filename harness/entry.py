@@ -12,8 +12,7 @@ from importlib import import_module
 import pytest
 
 from lockstep._alias import come_first
-
-PLUGIN = "lockstep.plugin"
+from lockstep.specification import PLUGIN
 
 
 def pytest_addoption(parser: pytest.Parser, pluginmanager: pytest.PytestPluginManager) -> None:

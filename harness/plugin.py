@@ -31,9 +31,8 @@ def pytest_addoption(parser: pytest.Parser, pluginmanager: pytest.PytestPluginMa
     for options in pluginmanager.hook.pytest_ranks_short_options():
         add_long_names(parser, options)
     config = pluginmanager.get_plugin("pytestconfig")
-    if (
-        config is None or config.known_args_namespace.confcutdir is not None
-    ):  # a conftest has named this plugin
+    options = getattr(config, "known_args_namespace", None)  # None where a rank's config has no arguments yet
+    if config is None or (options is not None and options.confcutdir is not None):  # a conftest has named it
         _add_short_options(parser, pluginmanager)
 
 

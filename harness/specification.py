@@ -11,6 +11,9 @@ from typing import TYPE_CHECKING, Any, Literal
 if TYPE_CHECKING:
     from lockstep.place import Place
 
+PLUGIN = "lockstep.plugin"
+"""The module that is our plugin of pytest, and its name there unless `-p` gives another."""
+
 Spread = tuple[tuple[int, int], ...]
 """Numbers of hosts, each with that of its ranks there, in rank order; empty for the controller's alone."""
 
@@ -50,6 +53,8 @@ class SessionSpec:
     rootdir: str = ""
     inifile: str = ""
     """Path of the ini file, empty if there is none."""
+    renames_plugin: bool = False
+    """True under `-p harness.plugin`: pytest has our plugin by that name."""
     to_rewrite: tuple[str, ...] = ()
     """Modules, and packages, of plugins and conftests whose asserts pytest is to rewrite."""
     parts: dict[str, Any] = field(default_factory=dict)

@@ -21,7 +21,7 @@ from lockstep.exceptions import LaunchError
 from lockstep.launch.limits import explain
 from lockstep.launch.processes import Launcher
 from lockstep.output import OutputDirectory
-from lockstep.specification import SessionSpec, WorldKey
+from lockstep.specification import PLUGIN, SessionSpec, WorldKey
 from lockstep.world.world import World
 
 
@@ -92,6 +92,7 @@ class WorldStarter:
             output_directory=self._output_directory,
             rootdir=str(config.rootpath),
             inifile=str(config.inipath or ""),
+            renames_plugin=not config.pluginmanager.hasplugin(PLUGIN),
             to_rewrite=modules_to_rewrite(config),
             parts=parts,
         )

@@ -54,7 +54,8 @@ def config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     made = config_of(tmp_path, INI, Hooks(pytest_ranks_admit=None), world_seed=3, world_timeout=9.0)
     made.rootpath, made.inipath = tmp_path, tmp_path / "pytest.ini"
     made.invocation_params.args = ("-x", Path("a"), "--debug", "--debug=x", "--de")
-    made.pluginmanager = SimpleNamespace(rewrite_hook=SimpleNamespace(_must_rewrite={"b", "a"}))
+    rewrite_hook = SimpleNamespace(_must_rewrite={"b", "a"})
+    made.pluginmanager = SimpleNamespace(rewrite_hook=rewrite_hook, hasplugin="lockstep.plugin".__eq__)
     made._tmp_path_factory = SimpleNamespace(getbasetemp=lambda: tmp_path / "base")
     return made
 
@@ -80,6 +81,7 @@ def test_ranks_repeat_the_session_of_their_controller(
     assert spec.environ["OF_TEST"] == "1"
     assert (spec.captures, spec.output_directory) == (True, "")
     assert (spec.to_rewrite, spec.parts) == (("a", "b"), {"feature": 1})
+    assert not spec.renames_plugin
     assert spec.workerinput["workerid"] == "master"
     assert starter._session_spec().workerinput is spec.workerinput
     config.inipath, config.option.capture = None, "sys"
@@ -87,6 +89,12 @@ def test_ranks_repeat_the_session_of_their_controller(
     for capture in ("no", "tee-sys"):
         config.option.capture = capture
         assert not starter._session_spec().captures
+
+
+def test_ranks_hear_that_the_plugin_has_another_name(config: Any) -> None:
+    config.pluginmanager.hasplugin = "harness.plugin".__eq__
+    starter: Any = WorldStarter(config, lambda: None)  # type: ignore[arg-type, return-value]
+    assert starter._session_spec().renames_plugin
 
 
 def test_ranks_are_workers_of_a_run(config: Any) -> None:

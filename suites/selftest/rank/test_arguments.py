@@ -108,6 +108,28 @@ def test_a_plugin_may_replace_one_of_pytests_own(project: Project) -> None:
     assert "= 1 passed in" in project.run("-p", "no:logging", "-p", "own")
 
 
+def test_a_feature_may_be_left_out(project: Project) -> None:
+    project.write(
+        "def test_x(pytestconfig):\n"
+        "    names = dict(pytestconfig.pluginmanager.list_name_plugin())\n"
+        "    assert names['lockstep.features.leaks.plugin'] is None\n"
+        "    assert names['lockstep.features.leases.plugin'] is not None\n"
+    )
+    assert "= 1 passed in" in project.run("-p", "no:lockstep.features.leaks.plugin")
+
+
+@pytest.mark.parametrize("name", ["lockstep.plugin", "harness.plugin"])
+def test_a_conftest_may_name_the_plugin(tmp_path: Path, name: str) -> None:
+    (tmp_path / "conftest.py").write_text(f"pytest_plugins = ['{name}']\n")
+    (tmp_path / "test_x.py").write_text(
+        "import pytest\n\n@pytest.mark.ranks(2)\ndef test_x(world, pytestconfig):\n"
+        f"    assert pytestconfig.pluginmanager.hasplugin('{name}')\n"
+        "    assert pytestconfig.getoption('--backend') == 'shm'\n"
+    )
+    run = run_pytest(tmp_path, "--backend=shm", PYTEST_DISABLE_PLUGIN_AUTOLOAD="1")
+    assert run.count() == "1 passed", run.output
+
+
 # The rootdir
 
 

@@ -111,6 +111,7 @@ class Derived(WithFixture):
 
 def test_fixtures_are_looked_for_in_plugins_that_have_some(monkeypatch: Patch) -> None:
     registered: list[str] = []
+    holders: dict[str, Any] = {}
     sorted_items: list[str] = []
 
     class Manager:
@@ -121,13 +122,14 @@ def test_fixtures_are_looked_for_in_plugins_that_have_some(monkeypatch: Patch) -
 
         def pytest_plugin_registered(self, plugin: object, plugin_name: str) -> None:
             registered.append(plugin_name)
+            holders[plugin_name] = plugin
 
         def pytest_collection_modifyitems(self) -> None:
             sorted_items.append("sorted")
 
     monkeypatch.setattr(module, "FixtureManager", Manager)
     plain, full = ModuleType("plain"), ModuleType("full")
-    vars(full)["made"] = of_module
+    vars(full).update(made=of_module, other=print)
     session: dict[str, Any] = {
         "plain": plain,
         "full": full,
@@ -148,6 +150,9 @@ def test_fixtures_are_looked_for_in_plugins_that_have_some(monkeypatch: Patch) -
     Manager(session)
     assert registered == ["full", "odd", "static", "instance", "derived", "class", "/a/conftest.py"]
     assert sorted_items == []
+    found = {name: value for name, value in vars(holders.pop("full")).items() if name not in vars(plain)}
+    assert found == {"made": of_module}  # looked for in no other name of a module
+    assert all(holder is session[name] for name, holder in holders.items())
     assert Manager.__init__ is make
     registered.clear()
     Manager(session)

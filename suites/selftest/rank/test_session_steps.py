@@ -152,6 +152,24 @@ def test_a_session_runs_over_the_arguments_of_the_user(made: Session, main: Any)
     assert logger.disabled
 
 
+def test_the_config_has_the_plugin_and_its_features_already() -> None:
+    manager = module._CONFIG.pluginmanager
+    names = [name for name, _ in manager.list_name_plugin()]
+    assert (
+        names.index("terminal")
+        < names.index("lockstep.plugin")
+        < names.index("lockstep.features.leaks.plugin")
+    )
+    assert manager.get_plugin("pytestconfig") is module._CONFIG
+
+
+def test_a_session_makes_its_config_where_the_plugin_has_another_name(made: Session, main: Any) -> None:
+    made._spec = replace(made._spec, session=replace(made._spec.session, renames_plugin=True))
+    run(made)
+    assert not made.calls.use_config.called
+    main.assert_called_once_with(["-q"], plugins=[made])
+
+
 @pytest.mark.parametrize("captures", [True, False])
 @pytest.mark.parametrize("names_lines", [True, False])
 def test_lines_have_names_where_they_are_not_captured(
