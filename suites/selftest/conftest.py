@@ -39,6 +39,7 @@ IMPORTS = {
         ("compiles", "conformance", "divergence", "goldens", "layouts", "test_docs_sessions"),
         ("torch._dynamo",),
     ),
+    **dict.fromkeys(("test_caches", "test_compiler"), ("torch._inductor.compile_fx",)),
     "test_blocks": (
         *("functorch.compile", "torch._dynamo.debug_utils", "torch._inductor.codecache"),
         *("torch.distributed.tensor.experimental._attention", "torch.nn.attention.flex_attention"),

@@ -340,7 +340,8 @@ def test_a_second_run_finds_the_code_of_the_first(project: Path) -> None:
     assert [misses for _, misses, _ in warm] == ["0", "0"]
     assert [path for _, _, path in warm] == [path for _, _, path in cold]
     probes = [*(project / ".pytest_cache").rglob("cpu/*")]
-    assert [each.read_text() for each in probes] == ["succeeded\n"] * len(probes)
+    probed = "avx2" in Path("/proc/cpuinfo").read_text().split()
+    assert [each.read_text() for each in probes] == ["succeeded\n"] * probed
     cleared = run_cached(project, "--compile-cache-clear", "test_cached.py", "-k", "nothing_compiled")
     assert cleared.count().startswith("1 passed"), cleared.output
     assert not [*(project / ".pytest_cache").rglob("fxgraph")]

