@@ -7,6 +7,7 @@ Ranks are forked, and meet in a file.
 
 from __future__ import annotations
 
+import atexit
 import datetime
 import json
 import os
@@ -19,6 +20,7 @@ import time
 import traceback
 from collections.abc import Callable
 from pathlib import Path
+from typing import NoReturn
 
 import torch
 import torch.distributed as dist
@@ -235,12 +237,23 @@ SCENARIOS: dict[Scenario, int] = {
 }
 
 
-def run(scenario: Scenario, rank: int) -> None:
+OF_EXITS = (exits_early, forked)
+
+
+def run(scenario: Scenario, rank: int) -> NoReturn:
+    """Run a scenario on a rank, and end: as an ordinary program where it is about that.
+
+    Elsewhere what is to be done at exit is done, too, but objects are not freed: of torch they are many.
+    """
     try:
         result = scenario(rank)
     except Exception:
         result = traceback.format_exc()
     Path(f"result-{rank}").write_text(json.dumps(result))
+    if scenario in OF_EXITS:
+        sys.exit(0)
+    atexit._run_exitfuncs()
+    os._exit(0)
 
 
 def main() -> None:
@@ -255,7 +268,6 @@ def main() -> None:
         for rank in range(size):
             if not (child := os.fork()):
                 run(scenario, rank)
-                sys.exit(0)  # as an ordinary program ends: what is to be done at exit is done
             children.append(child)
         for child in children:
             os.waitpid(child, 0)
