@@ -47,24 +47,19 @@ def test_by_hand_node_0_runs_pytest_and_the_other_ends_with_its_status(bed: Bed)
     assert (bed.path / "report.xml").exists()
 
 
-@pytest.mark.parametrize("rendezvous", ["static", "c10d"])
-def test_torchrun_places_the_hosts_and_hands_the_secret_over(bed: Bed, rendezvous: str) -> None:
+def test_torchrun_places_the_hosts_and_hands_the_secret_over(bed: Bed) -> None:
+    """Under c10d, where torchrun also decides which host is node 0."""
     bed.copy(PROJECT)
-    address, *_ = bed.addresses
-    static = ("--master-addr", address, "--master-port", str(bed.port))
     # Each says whether it serves the store: by its host name torchrun would not find that out here.
-    c10d = ("--rdzv-backend=c10d", f"--rdzv-endpoint={address}:{bed.port}", "--rdzv-id=tests", "--rdzv-conf")
+    meeting = ("--rdzv-backend=c10d", f"--rdzv-endpoint={bed.addresses[0]}:{bed.port}", "--rdzv-id=tests")
     processes = [
         torchrun(
-            bed,
-            host,
-            *((*static, f"--node-rank={host}") if rendezvous == "static" else (*c10d, f"is_host={1 - host}")),
+            *(bed, host, *meeting, "--rdzv-conf", f"is_host={1 - host}"),
             f"--local-addr={bed.addresses[host]}",
         )
         for host in range(2)
     ]
     outputs = bed.end(*processes).outputs
-    # Which host is node 0 is torchrun's decision under c10d.
     first = 0 if "passed" in outputs[0] else 1
     assert "1 failed, 1 passed" in outputs[first]
     assert f"serves ranks to {'ab'[first]}" in outputs[1 - first]
