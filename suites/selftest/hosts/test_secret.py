@@ -1,10 +1,9 @@
-"""The secret of a run stays out of the environment that ranks and the programs of tests get."""
+"""The secret that a user gives is not handed on. That tests do not see it is a test of worlds."""
 
 from __future__ import annotations
 
 import json
 import stat
-import sys
 from pathlib import Path
 
 import pytest
@@ -12,47 +11,7 @@ import pytest
 from lockstep.exceptions import LaunchError
 from lockstep.features.hosts.join_info import SECRET_VARIABLE, JoinInfo, SharedFile, WithoutSecret
 from lockstep.features.hosts.launchers import NodePlace
-from suites.selftest.hosts.bed import SECRET, Bed, behind_dashes, command
-
-LOOKS = f"""
-import os, pathlib, subprocess, sys, pytest
-
-CODE = "import os; print({SECRET_VARIABLE!r} in os.environ)"
-
-
-def look():
-    assert {SECRET_VARIABLE!r} not in os.environ
-    assert {SECRET!r}.encode() not in pathlib.Path("/proc/self/environ").read_bytes()
-    assert subprocess.check_output([sys.executable, "-c", CODE], text=True) == "False\\n"
-
-
-@pytest.mark.ranks(2, hosts=2)
-def test_on_ranks(world):
-    look()
-
-
-def test_on_node_0():
-    assert {SECRET_VARIABLE!r} not in os.environ
-    assert subprocess.check_output([sys.executable, "-c", CODE], text=True) == "False\\n"
-"""
-
-
-@pytest.mark.parametrize("launcher", ["by hand", "torchrun"])
-def test_tests_and_their_programs_do_not_see_it(bed: Bed, launcher: str) -> None:
-    bed.write("test_looks.py", LOOKS)
-    address, where = bed.addresses[0], f"{bed.addresses[0]}:{bed.port}"
-    processes = []
-    for host in range(2):
-        if launcher == "by hand":
-            line = command(host, bed, "--node", f"{host}/2", "--meet", where)
-        else:
-            run = ("-m", "torch.distributed.run", "--nnodes=2", "--nproc-per-node=1", f"--node-rank={host}")
-            there = ("--master-addr", address, "--master-port", str(bed.port))
-            line = (sys.executable, *run, *there, *command(host, bed)[1:])
-        environ = {SECRET_VARIABLE: SECRET}
-        processes.append(bed.start(host, *line, *behind_dashes(("-q",)), **environ))
-    ended = bed.end(*processes)
-    assert ended.count() == "2 passed"
+from suites.selftest.hosts.bed import SECRET
 
 
 def test_a_secret_that_the_user_gives_is_not_handed_over(

@@ -8,19 +8,31 @@ from pathlib import Path
 
 import pytest
 
-from suites.selftest.hosts.bed import two_hosts
+from lockstep.features.hosts.join_info import SECRET_VARIABLE
+from suites.selftest.hosts.bed import SECRET, two_hosts
 from suites.selftest.project import Run
 
 
 @pytest.fixture(scope="module")
 def run() -> Iterator[Run]:
-    """One session of the project on two hosts of two ranks."""
+    """One session of the project on two hosts of two ranks, whose secret is in a variable."""
     with tempfile.TemporaryDirectory(prefix="lockstep-") as path, two_hosts(Path(path)) as bed:
         bed.copy("hosts_worlds")
         (bed.path / "shared").mkdir()
-        ended = bed.run(
+        arguments = (
             *("--junitxml=report.xml", "-o", "junit_family=xunit1", "--ranks-per-host=2"),
             *(f"--shared-dir={bed.path}/shared", "--rank-output-dir=kept"),
+        )
+        place = ("--meet", f"{bed.addresses[0]}:{bed.port}")
+        ended = bed.end(
+            *(
+                bed.hosts(
+                    *(host, *(() if host else arguments)),
+                    options=("--node", f"{host}/2", *place),
+                    **{SECRET_VARIABLE: SECRET},
+                )
+                for host in range(2)
+            )
         )
         yield Run(bed.directory(0), ended.statuses[0], ended.output)
         assert list((bed.path / "shared").iterdir()) == []
@@ -49,6 +61,7 @@ def text(run: Run, name: str) -> str:
         "test_collectives_are_recorded",
         "test_a_shared_path",
         "test_off_ranks",
+        "test_the_secret_is_not_on_ranks",
         *(f"test_a_layout[{each}]" for each in ("dp2", "tp2", "dp2-tp2")),
     ],
 )

@@ -1,5 +1,8 @@
 import os
+import pathlib
 import socket
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -158,7 +161,22 @@ def test_more_hosts_than_ranks(world):
 
 
 def test_off_ranks():
-    pass
+    assert in_environment() == [False, False]
+
+
+SECRET = "LOCKSTEP_HOSTS_SECRET"
+
+
+def in_environment():
+    """Return whether the secret is in the environment of this process, and of a program that it starts."""
+    code = f"import os; print({SECRET!r} in os.environ)"
+    return [SECRET in os.environ, subprocess.check_output([sys.executable, "-c", code]) != b"False\n"]
+
+
+@pytest.mark.ranks(2, hosts=2)
+def test_the_secret_is_not_on_ranks(world):
+    assert in_environment() == [False, False]
+    assert SECRET.encode() not in pathlib.Path("/proc/self/environ").read_bytes()
 
 
 @pytest.mark.layouts(dp=(1, 2), tp=(1, 2), hosts=2, at_most=4)
