@@ -8,12 +8,14 @@ import re
 import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 
 from suites.selftest.project import copy_project, wait_for
+from suites.selftest.warm_pytest import run_to_end
 
 # Three runs at once that share four ranks: one is killed, one is patient, one has two controllers.
 
@@ -30,14 +32,18 @@ class Shared:
     many: str
 
 
-def start(path: Path, *args: str) -> subprocess.Popen[str]:
+def environment(path: Path) -> dict[str, str]:
     environ = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_XDIST")}
-    environ["LOCKSTEP_LEASES"] = str(path / "leases")
-    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", f"--basetemp={path}/tmp-{args[-1]}"]
-    pipe = subprocess.PIPE
-    return subprocess.Popen(
-        [*command, *args], cwd=path, env=environ, stdout=pipe, stderr=subprocess.STDOUT, text=True
-    )
+    return environ | {"LOCKSTEP_LEASES": str(path / "leases")}
+
+
+def arguments(path: Path, *args: str) -> list[str]:
+    return ["-p", "no:cacheprovider", f"--basetemp={path}/tmp-{args[-1]}", *args]
+
+
+def run(path: Path, *args: str) -> str:
+    """Run pytest to its end; return what it printed."""
+    return run_to_end(arguments(path, *args), path, environment(path), timeout=240)[1]
 
 
 def open_entries(path: Path, pid: int) -> list[str]:
@@ -66,35 +72,37 @@ def describe(path: Path, controller: int) -> dict[str, list[str]]:
 def shared(tmp_path_factory: pytest.TempPathFactory) -> Shared:
     path = copy_project("leases", tmp_path_factory.mktemp("shared"))
     (path / "leases").mkdir(mode=0o700)
-    runs = [start(path, "test_hangs.py")]
-    try:
-        wait_for(
-            lambda: list(path.glob("leases/*.lease")), "the first run has leased all four ranks", seconds=120
-        )
-        runs.append(start(path, "test_patient.py"))
-        wait_for(
-            lambda: len(list(path.glob("hangs-*"))) == 4,
-            "all ranks of the first run are in the test",
-            seconds=120,
-        )
-        descriptors = describe(path, runs[0].pid)
-        wait_for(lambda: list(path.glob("leases/*.turn")), "the second run waits in line")
-        runs[0].kill()
-        killed_at = time.monotonic()
+    command = [sys.executable, "-m", "pytest", *arguments(path, "test_hangs.py")]
+    quiet = subprocess.DEVNULL
+    killed = subprocess.Popen(command, cwd=path, env=environment(path), stdout=quiet, stderr=quiet)
+    with ThreadPoolExecutor() as executor:
+        try:
+            wait_for(
+                lambda: list(path.glob("leases/*.lease")),
+                "the first run has leased all four ranks",
+                seconds=120,
+            )
+            patient = executor.submit(run, path, "test_patient.py")
+            wait_for(
+                lambda: len(list(path.glob("hangs-*"))) == 4,
+                "all ranks of the first run are in the test",
+                seconds=120,
+            )
+            descriptors = describe(path, killed.pid)
+            wait_for(lambda: list(path.glob("leases/*.turn")), "the second run waits in line")
+        finally:
+            killed.kill()
+            killed_at = time.monotonic()
+            killed.wait()
         wait_for(lambda: (path / "four.txt").exists(), "the second run has got the ranks")
-        runs.append(start(path, "-n", "2", "test_many.py"))
-        patient, many = (run.communicate(timeout=240)[0] for run in runs[1:])
-    finally:
-        for run in runs:
-            run.kill()
-            run.communicate()
+        many = run(path, "-n", "2", "test_many.py")
     # Ranks that are killed do not note their end.
     lines = [line.split() for line in (path / "ranks.txt").read_text().splitlines()]
     events = [(float(at), int(what)) for at, what in lines]
     died = [what for at, what in events if at < killed_at].count(1)
     with (path / "ranks.txt").open("a") as file:
         file.write(f"{killed_at} -1\n" * died)
-    return Shared(path, runs[0].pid, descriptors, patient, many)
+    return Shared(path, killed.pid, descriptors, patient.result(), many)
 
 
 def test_no_more_ranks_live_than_may_run_at_once(shared: Shared) -> None:
