@@ -143,13 +143,19 @@ def test_has_the_stream_of_before(world):
 """
 
 
+def run_registered(path: Path, *options: str) -> Run:
+    """Run a project on a machine that has two devices of the type "pretended"."""
+    (path / "pytest.ini").write_text("[pytest]\nranks_preload = registered\n")
+    environ = {"PYTHONPATH": str(path), "PRETENDED_LOG": str(path / "log")}
+    return run_pytest(path, "-pregistered", *options, **environ)
+
+
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> Run:
     """A run on the device "pretended", whose work fails where a test says so."""
     path = copy_project("pretended", tmp_path_factory.mktemp("pretended"))
     (path / "test_pretended.py").write_text(QUEUED)
-    environ = {"PYTHONPATH": str(path), "PRETENDED_LOG": str(path / "log")}
-    return run_pytest(path, "--device=pretended", fresh=True, **environ)
+    return run_registered(path, "--device=pretended")
 
 
 def test_a_test_fails_for_what_it_has_queued(run: Run) -> None:
@@ -195,8 +201,7 @@ def test_a_test_that_begins_to_use_a_device_leaves_no_stream(tmp_path: Path) -> 
     (path / "test_pretended.py").write_text(f"import pytest\n{code}")
     module = path / "pretended.py"
     module.write_text(module.read_text().replace("used = True", "used = False"))
-    environ = {"PYTHONPATH": str(path), "PRETENDED_LOG": str(path / "log")}
-    output = run_pytest(path, fresh=True, **environ).output
+    output = run_registered(path).output
     assert "1 passed" in output
     assert "left behind" not in output
 

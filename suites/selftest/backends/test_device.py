@@ -18,14 +18,14 @@ def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return copy_project(PROJECT, tmp_path_factory.mktemp(PROJECT))
 
 
-def run_on(path: Path, device: str, **environ: str) -> Run:
+def run_on(path: Path, *options: str, fresh: bool = False, **environ: str) -> Run:
     environ |= {"PYTHONPATH": str(path), "PRETENDED_LOG": str(path / "log")}
-    return run_pytest(path, f"--device={device}", fresh=True, **environ)  # `import torch` loads its module
+    return run_pytest(path, "--device=pretended", *options, fresh=fresh, **environ)
 
 
 @pytest.fixture(scope="module")
 def run(path: Path) -> Run:
-    return run_on(path, "pretended")
+    return run_on(path, fresh=True)  # `import torch` loads its module
 
 
 def test_ranks_use_the_backend_and_a_device_of_the_type(run: Run) -> None:
@@ -53,16 +53,18 @@ def test_too_few_devices_skip_a_test(run: Run) -> None:
 @pytest.mark.parametrize(
     ("options", "count", "message"),
     [
-        ("--backend=gloo", "2", "--backend gloo does not work with --device pretended"),
+        (("--backend=gloo",), "2", "--backend gloo does not work with --device pretended"),
         (
-            "",
+            (),
             "0",
             "--device pretended: this machine has no pretended device; run with --backend gloo --device cpu",
         ),
     ],
 )
-def test_what_the_type_cannot_do_is_refused(path: Path, options: str, count: str, message: str) -> None:
-    run = run_on(path, "pretended", PYTEST_ADDOPTS=options, PRETENDED_COUNT=count)
+def test_what_the_type_cannot_do_is_refused(
+    path: Path, options: tuple[str, ...], count: str, message: str
+) -> None:
+    run = run_on(path, "-pregistered", *options, PRETENDED_COUNT=count)
     assert run.status == pytest.ExitCode.USAGE_ERROR
     assert f"ERROR: {message}" in run.lines
 
