@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from suites.selftest.shared_memory import left_in_shared_memory, names_in_shared_memory
+from suites.selftest.warm_pytest import run_module
 
-PROGRAM = Path(__file__).parents[1] / "projects" / "shm" / "faults.py"
+PROGRAMS = Path(__file__).parents[1] / "projects" / "shm"
 
 Found = dict[str, list[Any]]
 
@@ -25,7 +24,7 @@ def shared_memory() -> set[str]:
 
 @pytest.fixture(scope="module")
 def found(shared_memory: set[str]) -> Found:
-    done = subprocess.run([sys.executable, str(PROGRAM)], capture_output=True, text=True, timeout=240)
+    done = run_module("faults", cwd=PROGRAMS, timeout=240)
     assert done.returncode == 0, done.stderr
     results: Found = json.loads(done.stdout.splitlines()[-1])
     return results

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import lockstep.shm
 from suites.selftest.shared_memory import left_in_shared_memory, names_in_shared_memory
+from suites.selftest.warm_pytest import run_module
 
 PROGRAMS = Path(__file__).parents[1] / "projects" / "shm"
 
@@ -35,7 +36,7 @@ def test_torchrun_with_a_plain_script() -> None:
 def test_forked_ranks_on_each_store(tmp_path: Path) -> None:
     """New interpreters are what torchrun starts."""
     methods = ("fork:file", "fork:tcp", "fork:prefix")
-    done = run_program(str(PROGRAMS / "starts.py"), str(tmp_path), *methods)
+    done = run_module("starts", str(tmp_path), *methods, cwd=PROGRAMS)
     assert done.returncode == 0, done.stderr
     expected = "200000.0 [0, 1], left [], []"
     assert sorted(done.stdout.splitlines()) == sorted(
@@ -58,7 +59,7 @@ def test_a_rank_alone_on_a_hash_store() -> None:
 def test_a_killed_rank_is_named_by_the_rank_that_waits(tmp_path: Path) -> None:
     before = names_in_shared_memory()
     ways = ("all_reduce", "future", "recv", "recv from any", "send", "future of a receive")
-    done = run_program(str(PROGRAMS / "deaths.py"), str(tmp_path), *ways)
+    done = run_module("deaths", str(tmp_path), *ways, cwd=PROGRAMS)
     assert done.returncode == 0, done.stderr
     lines = done.stdout.splitlines()
     assert [line.partition(":")[0] for line in lines] == list(ways)
