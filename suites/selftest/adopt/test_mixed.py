@@ -30,22 +30,14 @@ def mixed(project: Project) -> Project:
     return project
 
 
-@pytest.mark.parametrize("order", ["reversed", "shuffled"])
-def test_the_order_changes_no_verdict(mixed: Project, order: str) -> None:
-    assert verdicts_of(mixed, f"--order={order}") == VERDICTS
+def test_workers_and_reused_groups_change_no_verdict(mixed: Project) -> None:
+    assert verdicts_of(mixed, "-n2", "-pxdist", "-oranks_adopt_groups=reuse") == VERDICTS
 
 
-def test_workers_change_no_verdict(mixed: Project) -> None:
-    assert verdicts_of(mixed, "-n2", "-pxdist") == VERDICTS
-
-
-def test_reused_groups_change_no_verdict(mixed: Project) -> None:
-    assert verdicts_of(mixed, "-oranks_adopt_groups=reuse") == VERDICTS
-
-
-@pytest.mark.parametrize("groups", ["own", "reuse"])
-def test_ranks_on_shm_change_no_verdict(mixed: Project, groups: str) -> None:
-    assert verdicts_of(mixed, "--backend=shm", f"-oranks_adopt_groups={groups}") == VERDICTS
+@pytest.mark.parametrize(("groups", "order"), [("own", "reversed"), ("reuse", "shuffled")])
+def test_ranks_on_shm_and_the_order_change_no_verdict(mixed: Project, groups: str, order: str) -> None:
+    options = (f"-oranks_adopt_groups={groups}", f"--order={order}")
+    assert verdicts_of(mixed, "--backend=shm", *options) == VERDICTS
 
 
 def test_adopted_tests_are_skipped_in_fake_worlds(mixed: Project) -> None:
