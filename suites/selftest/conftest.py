@@ -36,7 +36,7 @@ REMOVED = {
 IMPORTS = {
     "adopt": OF_ADOPTED_TESTS,
     **dict.fromkeys(
-        ("compiles", "conformance", "divergence", "goldens", "layouts", "test_docs_sessions"),
+        ("compiles", "conformance", "divergence", "goldens", "layouts", "test_docs_sessions", "test_on_shm"),
         ("torch._dynamo",),
     ),
     **dict.fromkeys(("test_caches", "test_compiler"), ("torch._inductor.compile_fx",)),

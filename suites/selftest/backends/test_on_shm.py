@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 from suites.selftest.project import Run, copy_project, run_pytest
+from suites.selftest.warm_pytest import run_to_end
 
 SELFTEST = Path(__file__).parents[1]
 PROJECT = "shm_in_gloo"
@@ -18,17 +18,10 @@ FILES = ("assertions", "recorders", "rank/test_groups.py", "rank/test_world_fixt
 def test_self_tests_on_ranks_pass_on_shm() -> None:
     """Logs of collectives have the same entries, and groups end at the same moment."""
     files = [str(SELFTEST / file) for file in FILES]
-    command = [sys.executable, "-m", "pytest", "-q", "-m", "ranks", "--backend=shm", "-p", "no:cacheprovider"]
-    done = subprocess.run(
-        [*command, *files],
-        cwd=SELFTEST.parents[1],
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
-    )
-    counts = re.search(r"^(\d+) passed, \d+ deselected in ", done.stdout, re.MULTILINE)
-    assert counts is not None, done.stdout
+    options = ("-q", "-m", "ranks", "--backend=shm", "-p", "no:cacheprovider")
+    output = run_to_end((*options, *files), SELFTEST.parents[1], os.environ, timeout=300)[1]
+    counts = re.search(r"^(\d+) passed, \d+ deselected in ", output, re.MULTILINE)
+    assert counts is not None, output
     assert int(counts[1]) > 50
 
 
