@@ -65,6 +65,8 @@ PROGRAMS = (
 OF_SESSIONS = (
     *("lockstep.controller.plugin", "lockstep.controller.option_checks", "lockstep.reporting.summary"),
     *("lockstep.rank.session", "lockstep.recorders", "xml.etree.ElementTree", "pdb"),
+    *("lockstep.features.causes.causes", "lockstep.features.causes.summary"),
+    *(f"lockstep.features.{name}.controller" for name in ("hosts", "layouts", "progress")),
 )
 """What each session imports, itself or in the server of its ranks, besides torch, pytest and all plugins."""
 REPEATED = "lockstep.launch.server"
@@ -92,7 +94,8 @@ def at_start(environ: Mapping[str, str]) -> dict[str, str]:
     return matter
 
 
-def _import(names: Sequence[str]) -> None:
+def import_all(names: Sequence[str]) -> None:
+    """Import modules, for all processes that will be forked from this one."""
     for name in names:
         importlib.import_module(name)
     _keep_what_is_imported()
@@ -166,7 +169,7 @@ def _serve(requests: socket.socket) -> None:
             requests.close()
             request = json.loads(message)
             if "imported" in request:
-                _import(request["imported"])
+                import_all(request["imported"])
                 _serve(socket.socket(fileno=descriptors[0]))
             else:
                 signal.signal(signal.SIGCHLD, signal.SIG_DFL)
@@ -208,7 +211,7 @@ def _become_session(
     _write_mark(environ.get(MARK, NO_MARK))
     offer_interpreters()
     # What `python -m` calls.
-    _end_with(lambda: runpy._run_module_as_main(module))  # type: ignore[attr-defined]
+    end_with(lambda: runpy._run_module_as_main(module))  # type: ignore[attr-defined]
 
 
 def _python_path(environ: Mapping[str, str]) -> list[str]:
@@ -344,10 +347,10 @@ def _become_program(
     if words[0].startswith(WORKER):
         offer_interpreters()  # a session of pytest, too, whose ranks have a server
     main = sys.modules["__main__"] = types.ModuleType("__main__")
-    _end_with(lambda: exec(words[0], vars(main)))
+    end_with(lambda: exec(words[0], vars(main)))
 
 
-def _end_with(program: Callable[[], object]) -> NoReturn:
+def end_with(program: Callable[[], object]) -> NoReturn:
     """Run a program, and end as an interpreter does, but for freeing its objects: of torch they are many."""
     status = 0
     try:
@@ -370,6 +373,6 @@ def _end_with(program: Callable[[], object]) -> NoReturn:
 if __name__ == "__main__":
     from lockstep.features import plugin_names
 
-    _import(["pytest", "torch", *OF_SESSIONS, *plugin_names()])
+    import_all(["pytest", "torch", *OF_SESSIONS, *plugin_names()])
     _set_aside(LATER)
     _serve(socket.socket(fileno=int(sys.argv[1])))

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from suites.selftest.shared_memory import left_in_shared_memory, names_in_shared_memory
-from suites.selftest.warm_interpreter import FOR_A_SERVER
+from suites.selftest.warm_interpreter import FOR_A_SERVER, OF_SESSIONS
 
 PROJECT = Path(__file__).parents[3]
 SECONDS, RANKS = 60.0, 120.0
@@ -135,7 +135,7 @@ class Supervisor:
                 text=True,
                 env={**os.environ, **FOR_A_SERVER, "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"},
             )
-            for imported in ((), ("pytest", "torch", "torch._dynamo"))
+            for imported in ((), ("pytest", "torch", "torch._dynamo", "lockstep.plugin", *OF_SESSIONS))
         )
 
     def close(self) -> None:

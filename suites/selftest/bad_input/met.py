@@ -31,11 +31,13 @@ def _marks(*marks: str) -> Attempt:
 
 
 def _calls(*calls: str) -> Attempt:
-    return attempt_of([Case(in_test(call)) for call in calls])
+    # On one rank: each looks at its arguments alone, and ends with the test that fails.
+    return attempt_of([Case(in_test(call, ranks=1)) for call in calls])
 
 
 def _goldens(*words: str) -> Attempt:
-    return attempt_of([held_golden(GOLDEN.replace("norm 1", f"norm {word}")) for word in words])
+    damaged = [GOLDEN.replace("norm 1", f"norm {word}") for word in words]
+    return attempt_of([held_golden(contents, ranks=1) for contents in (*damaged, FIFO)])
 
 
 def _run(*options: str) -> Attempt:
@@ -51,11 +53,10 @@ def _command(*words: str, **stored: str | bytes | None) -> Attempt:
 
 
 ATTEMPTS: Mapping[str, Attempt] = {
-    "a timeout that is no float": _marks("ranks(2, timeout=10**400)"),
-    "a world of 10**30 ranks": _marks("ranks(10**30)"),
-    "a world of 10**8 ranks": _marks("ranks(10**8)"),
-    "a need that cannot be hashed": _marks("ranks(2, needs=[['x']])"),
-    "10**9 seeds": _marks("skew(seeds=10**9)"),
+    "a timeout that is no float, large worlds, a need that cannot be hashed, 10**9 seeds": _marks(
+        *("ranks(2, timeout=10**400)", "ranks(10**30)", "ranks(10**8)", "ranks(2, needs=[['x']])"),
+        "skew(seeds=10**9)",
+    ),
     "arguments of faults": _calls(
         *("faults.delay('x', before='any')", "faults.delay(10**400)", "faults.delay(1.0, before=3)"),
         *(
@@ -69,8 +70,7 @@ ATTEMPTS: Mapping[str, Attempt] = {
     "arguments of goldens": _calls(
         "golden(1.5)", "golden('a/b')", "golden('a', tolerance='x')", "golden('a', tolerance=[])", "golden()"
     ),
-    "numbers of goldens": _goldens("x", "1e", "9" * 5000, "nan", ""),
-    "a golden that is a FIFO": attempt_of([held_golden(FIFO)]),
+    "numbers of goldens, and one that is a FIFO": _goldens("x", "1e", "9" * 5000, "nan", ""),
     **{f"--world-timeout {word}": _run(f"--world-timeout={word}") for word in ("nan", "inf", "1e300")},
     "a seed of 5000 digits": _collect(f"--world-seed={'9' * 5000}"),
     "a seed of 27 digits": _run(f"--world-seed={'9' * 27}"),

@@ -23,6 +23,8 @@ HEADER = "import pytest\n"
 ON_RANKS = f"{HEADER}@pytest.mark.ranks(2)\ndef test_on_ranks(world): pass\n"
 NEVER = ("--rank-debugpy",)
 """Options not for tests that run on ranks: they wait for the user, without a deadline."""
+OF_TORCH = ("--backend=", "--device=", "--ranks-backend=", "--ranks-device=")
+"""Options whose unknown values torch is asked for: it takes more than a second to import."""
 PLACES: Mapping[str, str | bytes | None] = {
     "fifo": FIFO,
     "file": "text",
@@ -142,6 +144,7 @@ class Case:
     source: str
     golden: str | bytes | None = ""
     """The contents of its golden; none if empty."""
+    ranks: int = 2
 
 
 def _calls(name: str, keywords: Sequence[str]) -> st.SearchStrategy[str]:
@@ -177,9 +180,11 @@ def marked(mark: str, form: str) -> str:
             return f"{HEADER}@{mark}\n{'@pytest.mark.ranks(2)' if 'skew' in mark else ''}\n{body}"
 
 
-def in_test(statement: str) -> str:
+def in_test(statement: str, ranks: int = 2) -> str:
     arguments = "world, faults, golden, run_subtests"
-    return f"{HEADER}import lockstep\n@pytest.mark.ranks(2)\ndef test_it({arguments}):\n    {statement}\n"
+    return (
+        f"{HEADER}import lockstep\n@pytest.mark.ranks({ranks})\ndef test_it({arguments}):\n    {statement}\n"
+    )
 
 
 _marks = st.builds(
@@ -226,9 +231,9 @@ garbage = st.one_of(
 )
 
 
-def held_golden(contents: str | bytes | None) -> Case:
+def held_golden(contents: str | bytes | None, ranks: int = 2) -> Case:
     """Return a test that is held to a golden with these contents."""
-    return Case(in_test(_RECORD).replace("import lockstep", "import torch"), contents)
+    return Case(in_test(_RECORD, ranks).replace("import lockstep", "import torch"), contents, ranks)
 
 
 _goldens = st.builds(
@@ -244,7 +249,7 @@ def attempt_of(cases: Sequence[Case]) -> Attempt:
     for number, case in enumerate(cases):
         files[f"test_{number}.py"] = case.source
         if case.golden != "":
-            files[f"goldens/test_{number}/g-2-gloo.txt"] = case.golden
+            files[f"goldens/test_{number}/g-{case.ranks}-gloo.txt"] = case.golden
     return Attempt((*PYTEST, "--world-timeout=20"), files, seconds=RANKS)
 
 
@@ -305,6 +310,11 @@ def _run(given: tuple[list[str], dict[str, str]], *more: str, seconds: float = S
     return Attempt(command, {**PLACES, **given[1]}, seconds=seconds)
 
 
-configured = settings_of_a_run().map(lambda given: _run(given, "--collect-only"))
+def _collect(given: tuple[list[str], dict[str, str]]) -> Attempt:
+    asks_torch = any(word.startswith(OF_TORCH) for word in given[0])
+    return _run(given, "--collect-only", seconds=RANKS if asks_torch else SECONDS)
+
+
+configured = settings_of_a_run().map(_collect)
 """Runs that end before a rank is needed: what is checked when pytest is configured and has collected."""
 on_ranks = settings_of_a_run(NEVER).map(lambda given: _run(given, "--world-timeout=20", seconds=RANKS))

@@ -8,8 +8,6 @@ of the modules given as arguments: it imports these alone then, and the server o
 from __future__ import annotations
 
 import ctypes
-import gc
-import importlib
 import json
 import os
 import resource
@@ -23,7 +21,7 @@ from contextlib import suppress
 from typing import Any
 
 from lockstep import process_tree
-from suites.selftest.warm_interpreter import offer_interpreters
+from suites.selftest.warm_interpreter import end_with, import_all, offer_interpreters
 
 WARM = (
     "pytest",
@@ -43,9 +41,7 @@ END_WITHIN = 5.0
 def main() -> dict[str, Any] | None:
     """Serve orders until there are no more; in a child return the order that it is to carry out."""
     process_tree.adopt_orphans()
-    for module in sys.argv[1:] or WARM:
-        importlib.import_module(module)
-    gc.freeze()  # no child goes through what it has inherited
+    import_all(sys.argv[1:] or WARM)
     while line := sys.stdin.readline():
         order = json.loads(line)
         started, child = time.monotonic(), os.fork()
@@ -72,9 +68,10 @@ def become(order: dict[str, Any]) -> None:
     os.environ.update(order["environ"])
     tempfile.tempdir = None  # found again, by the new environment
     sys.path[0] = order["cwd"]
+    module, *sys.argv[1:] = order["command"]
     if "torch" in sys.modules:
         offer_interpreters()
-    module, *sys.argv[1:] = order["command"]
+        end_with(lambda: runpy.run_module(module, run_name="__main__", alter_sys=True))
     runpy.run_module(module, run_name="__main__", alter_sys=True)
 
 
