@@ -35,6 +35,7 @@ REMOVED = {
 }
 IMPORTS = {
     "adopt": OF_ADOPTED_TESTS,
+    "port": ("libcst", "lockstep.port.command"),
     **dict.fromkeys(
         ("compiles", "conformance", "divergence", "goldens", "layouts", "test_docs_sessions", "test_on_shm"),
         ("torch._dynamo",),

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from suites.selftest.project import PROJECTS
+from suites.selftest.warm_pytest import run_module
 
 INPUTS = PROJECTS / "port"
 
@@ -18,12 +19,12 @@ def run_port(path: Path, *args: str, prepare: str = "") -> subprocess.CompletedP
     """Run the command in a directory that holds the inputs.
 
     Args:
-        prepare: code to run before it.
+        prepare: code to run before it, in a new interpreter.
     """
     shutil.copytree(INPUTS, path, dirs_exist_ok=True)
-    code = (
-        f"import sys; {prepare or 'pass'}; from lockstep.commands import main; sys.exit(main(sys.argv[1:]))"
-    )
+    if not prepare:
+        return run_module("lockstep", "port", *args, cwd=path)
+    code = f"import sys; {prepare}; from lockstep.commands import main; sys.exit(main(sys.argv[1:]))"
     command = [sys.executable, "-c", code, "port", *args]
     return subprocess.run(command, cwd=path, capture_output=True, text=True, check=False)
 
