@@ -17,10 +17,12 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from suites.selftest.project import PROJECTS, copy_project, processes_with, wait_for
+from suites.selftest.project import PROJECTS, WITHOUT_PLUGINS, copy_project, processes_with, wait_for
+from suites.selftest.warm_pytest import run_module
 
 if TYPE_CHECKING:
     from lockstep.rank.world_fixture import RankWorld
+    from suites.selftest.project import Project
 
 PROMPT = "(Pdb) "
 STARTER = PROJECTS / "debugger" / "start.py"
@@ -259,44 +261,31 @@ def test_it(world):
     breakpoint()
     dist.all_reduce(ranks)
 """
+PLACES = {"2, backend='shm'": (0, 2), "1024, backend='fake', as_rank=511": (511, 1024)}
+"""The rank that `--rank-pdb 0` debugs, and the size of its world, by the mark of the test."""
 
 
-@pytest.mark.parametrize(
-    ("mark", "chosen", "place"),
-    [("2, backend='shm'", 1, (1, 2)), ("1024, backend='fake', as_rank=511", 0, (511, 1024))],
-    ids=["shm", "fake"],
-)
-def test_the_rank_is_debugged_on_other_backends(
-    tmp_path: Path, mark: str, chosen: int, place: tuple[int, int]
-) -> None:
-    (tmp_path / "test_it.py").write_text(STOPS.format(mark=mark))
+def test_the_rank_is_debugged_on_other_backends(tmp_path: Path) -> None:
+    for number, mark in enumerate(PLACES):
+        (tmp_path / f"test_{number}.py").write_text(STOPS.format(mark=mark))
+    steps = f"p dist.get_rank(), world.size\n__import__('time').sleep({HOLD})\nc\n"
     done = subprocess.run(
-        [sys.executable, "-m", "pytest", "--rank-pdb", str(chosen)],
+        [sys.executable, "-m", "pytest", "--rank-pdb", "0"],
         cwd=tmp_path,
-        input=f"p dist.get_rank(), world.size\n__import__('time').sleep({HOLD})\nc\n",
+        env=os.environ | WITHOUT_PLUGINS,
+        input=steps * len(PLACES),
         stdout=subprocess.PIPE,
         text=True,
         timeout=180,
         check=False,
     )
-    assert f"(Pdb) {place}" in done.stdout
+    assert re.findall(r"\(Pdb\) (\(\d+, \d+\))", done.stdout) == list(map(str, PLACES.values()))
     assert done.returncode == pytest.ExitCode.OK, done.stdout
 
 
-def test_a_fake_world_has_one_process_to_debug(tmp_path: Path) -> None:
-    (tmp_path / "test_it.py").write_text(STOPS.format(mark="8, backend='fake', as_rank=5"))
-    fails, refused = (
-        subprocess.run(
-            [sys.executable, "-m", "pytest", *args],
-            cwd=tmp_path,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            timeout=180,
-            check=False,
-        ).stdout
-        for args in ((), ("--rank-pdb", "5"))
-    )
+def test_a_fake_world_has_one_process_to_debug(project: Project) -> None:
+    (project.path / "test_it.py").write_text(STOPS.format(mark="8, backend='fake', as_rank=5"))
+    fails, refused = (project.run(*args) for args in ((), ("--rank-pdb", "5")))
     remedy = "breakpoint in rank 5 of 8: ranks have no terminal of their own; run the test with --rank-pdb 0"
     assert remedy in fails
     assert "--rank-pdb 5: there is no such rank" in refused
@@ -345,7 +334,6 @@ def test_a_debugger_that_no_test_can_reach_is_a_usage_error(
     tmp_path: Path, args: list[str], error: str
 ) -> None:
     (tmp_path / "test_it.py").write_text("import pytest\n\n@pytest.mark.ranks(2)\ndef test_it(world): pass\n")
-    command = [sys.executable, "-m", "pytest", *args]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=180, check=False)
+    done = run_module("pytest", *args, cwd=tmp_path)
     assert done.returncode == pytest.ExitCode.USAGE_ERROR
     assert done.stderr.strip().splitlines()[-1] == f"ERROR: {error}"
