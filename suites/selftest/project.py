@@ -156,11 +156,14 @@ class Project:
         self.started.append(process)
         return process
 
-    def run(self, *args: str, tmpdir: Path | None = None, environ: dict[str, str] | None = None) -> str:
+    def run(
+        self, *args: str, tmpdir: Path | None = None, environ: dict[str, str] | None = None, cwd: str = "."
+    ) -> str:
         """Run pytest to its end; return what it printed."""
-        variables = self._environ(tmpdir, environ)
-        arguments = self._arguments(args)
-        return run_to_end(arguments, self.path, variables, 300, "backslashreplace", fresh=self.fresh)[1]
+        variables, path = self._environ(tmpdir, environ), self.path / cwd
+        return run_to_end(self._arguments(args), path, variables, 300, "backslashreplace", fresh=self.fresh)[
+            1
+        ]
 
     def _arguments(self, args: Sequence[str]) -> list[str]:
         plugin = () if self.plugins else ("-p", "lockstep.plugin")

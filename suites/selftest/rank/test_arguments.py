@@ -152,7 +152,7 @@ def test_a_folder_that_the_run_makes_changes_no_rootdir(
     )
     project.plugins = True  # an option is then known late, as it is to every user
     args = ["--timeline", str(other / "pages"), "--rank-output-dir", "below/kept", *workers]
-    output = project.start(*args, cwd="tests").communicate(timeout=120)[0]
+    output = project.run(*args, cwd="tests")
     assert "= 1 passed in" in output
     assert (other / "pages/index.html").exists()
 
