@@ -17,7 +17,7 @@ from functools import cached_property
 from pathlib import Path
 from xml.etree import ElementTree
 
-from suites.selftest.warm_pytest import run_to_end
+from suites.selftest.warm_pytest import WarmPopen, is_warm, run_to_end
 
 PROJECTS = Path(__file__).parent / "projects"
 
@@ -109,7 +109,7 @@ class Project:
     plugins: bool = False
     """Whether pytest loads the installed plugins: each new rank would import them, too."""
     fresh: bool = False
-    """Whether `run` takes a new interpreter, for tests of how sessions start and what they import."""
+    """Whether a session is a new interpreter, for tests of how sessions start and what they import."""
     started: list[subprocess.Popen[str]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
@@ -140,12 +140,14 @@ class Project:
 
         Args:
             environ: variables in addition to those of this process.
-            prepare: called in the new process before it becomes pytest.
+            prepare: called in a new interpreter before it becomes pytest.
         """
-        process = subprocess.Popen(
+        variables = self._environ(tmpdir, environ)
+        is_new = self.fresh or prepare is not None or not is_warm(variables)
+        process = (subprocess.Popen if is_new else WarmPopen)(
             [sys.executable, "-m", "pytest", *self._arguments(args)],
             cwd=self.path / cwd,
-            env=self._environ(tmpdir, environ),
+            env=variables,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from typing import Any
 
 import pytest
@@ -121,6 +122,19 @@ def test_what_a_warm_session_starts_finds_what_it_does_in_a_new_one(
             imported.add(REPEATED)
         assert {*new[name].pop("lockstep")} <= imported <= modules, name
         assert warm[name] == new[name], name
+
+
+def test_a_session_that_is_started_is_a_child_that_can_be_killed(project: Project) -> None:
+    (project.path / "conftest.py").write_text(
+        "import os, sys, time\n"
+        "print('torch' in sys.modules, os.getppid(), os.getpid() == os.getsid(0), flush=True)\n"
+        "time.sleep(60)\n"
+    )
+    process = project.start("-s")
+    assert process.stdout is not None
+    assert process.stdout.readline().split() == ["True", str(os.getpid()), "True"]
+    process.kill()
+    assert (process.communicate(timeout=60)[0], process.returncode) == ("", -9)
 
 
 def test_a_session_that_dies_has_the_signal_as_its_status(project: Project) -> None:

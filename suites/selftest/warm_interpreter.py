@@ -173,7 +173,7 @@ def _serve(requests: socket.socket) -> None:
                 _serve(socket.socket(fileno=descriptors[0]))
             else:
                 signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-                _watch(request, *descriptors)
+                (_leave_to if "parent" in request else _watch)(request, *descriptors)
             return
         for descriptor in descriptors:
             os.close(descriptor)
@@ -191,6 +191,31 @@ def _watch(request: dict[str, Any], answers: int, output: int, errors: int) -> N
     status = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
     os.write(answers, f"{status}\n".encode())
     os._exit(0)
+
+
+def _leave_to(request: dict[str, Any], answers: int, output: int, errors: int) -> None:
+    """Run a session in a fork of one more fork, which the process `parent` adopts, and answer with its id."""
+    parent = request.pop("parent")
+    reader, writer = os.pipe()
+    if os.fork() == 0:
+        between = os.getpid()
+        if (pid := os.fork()) == 0:
+            for each in (answers, reader, writer):
+                os.close(each)
+            _await_adoption(between, parent)
+            _become_session(output, errors, **request)
+        os.write(writer, f"{pid}\n".encode())
+        os._exit(0)
+    os.wait()
+    os.write(answers, os.read(reader, 20))
+    os._exit(0)
+
+
+def _await_adoption(between: int, parent: int) -> None:
+    while os.getppid() == between:  # until it has ended, and `parent` has adopted this process
+        time.sleep(0.0005)
+    if os.getppid() != parent:
+        os._exit(1)
 
 
 def _become_session(
@@ -234,6 +259,7 @@ def offer_interpreters() -> None:
     as_now = {**at_start(os.environ), **FOR_A_SERVER}
     orders, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     if os.fork() == 0:
+        os.setpgid(0, 0)  # no Ctrl-C reaches it
         orders.close()
         _serve_session(theirs)
     theirs.close()
@@ -257,10 +283,10 @@ def offer_interpreters() -> None:
             "blocked": list(signal.pthread_sigmask(signal.SIG_BLOCK, [])),
             "parent": os.getpid(),
         }
-        adopts = _adopt_orphans(True)
+        adopts = adopt_orphans(True)
         socket.send_fds(orders, [json.dumps(order).encode()], [*descriptors.values()])
         pid = int(orders.recv(20))
-        _adopt_orphans(adopts)
+        adopt_orphans(adopts)
         return pid
 
     def spawnv_passfds(path: Any, arguments: Sequence[Any], passed: Sequence[int]) -> int:
@@ -288,7 +314,7 @@ def _environ() -> dict[str, str]:
     return {name: value for name, _, value in (line.partition("=") for line in lines)}
 
 
-def _adopt_orphans(adopts: bool) -> bool:
+def adopt_orphans(adopts: bool) -> bool:
     """Say whether this process is to be the parent of what its children leave; return whether it was."""
     libc, before = ctypes.CDLL(None), ctypes.c_int()
     libc.prctl(PR_GET_CHILD_SUBREAPER, ctypes.byref(before), 0, 0, 0)
@@ -328,10 +354,8 @@ def _become_program(
     between: int,
 ) -> NoReturn:
     """Be what `python -c WORDS` is, to its end, with each received descriptor under its number."""
-    while os.getppid() == between:  # until it has ended, and the session has adopted this process
-        time.sleep(0.0005)
-    if os.getppid() != parent:
-        os._exit(1)
+    _await_adoption(between, parent)
+    os.setpgid(0, os.getpgid(parent))
     signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
     high = [fcntl.fcntl(each, fcntl.F_DUPFD_CLOEXEC, HIGH) for each in received]
     for each in received:

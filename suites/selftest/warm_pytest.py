@@ -18,10 +18,18 @@ import tempfile
 from collections.abc import Mapping, Sequence
 from functools import cache
 from pathlib import Path
-from typing import IO
+from typing import IO, Any
 
 from suites.selftest import warm_interpreter
-from suites.selftest.warm_interpreter import FOR_A_SERVER, IMPORTED, LARGEST_REQUEST, MARK, NO_MARK, at_start
+from suites.selftest.warm_interpreter import (
+    FOR_A_SERVER,
+    IMPORTED,
+    LARGEST_REQUEST,
+    MARK,
+    NO_MARK,
+    adopt_orphans,
+    at_start,
+)
 
 
 def run_to_end(
@@ -64,6 +72,38 @@ def run_module(
         return subprocess.CompletedProcess((module, *arguments), status, output.read(), errors.read())
 
 
+class WarmPopen(subprocess.Popen[str]):
+    """A fork of the warm interpreter for arguments `[..., "-m", MODULE, ...]`, a child of this process."""
+
+    def _execute_child(self, args: Any, *others: Any) -> None:
+        cwd, environ, output = others[4], others[5], others[12]
+        module, *words = args[args.index("-m") + 1 :]
+        imported, environ = _taken_from(environ)
+        request = {"module": module, "arguments": words, "cwd": str(cwd), "environ": environ}
+        answers, theirs = socket.socketpair()
+        adopts = adopt_orphans(True)
+        with theirs:
+            _interpreter(os.getpid(), imported).ask(
+                {**request, "parent": os.getpid()}, theirs, output, output
+            )
+        with answers, answers.makefile("r") as lines:
+            self.pid, self._child_created = int(lines.readline()), True
+        adopt_orphans(adopts)
+        os.close(output)
+
+
+def is_warm(environ: Mapping[str, str]) -> bool:
+    """Return whether a fork of the warm interpreter is what would start in an environment."""
+    imported, environ = _taken_from(environ)
+    return at_start(environ) == _interpreter(os.getpid(), imported).at_start
+
+
+def _taken_from(environ: Mapping[str, str]) -> tuple[tuple[str, ...], dict[str, str]]:
+    """Return what is to be imported, and the other variables."""
+    others = {name: value for name, value in environ.items() if name != IMPORTED}
+    return tuple(environ.get(IMPORTED, "").split()), others
+
+
 def _run(
     line: Sequence[str],
     cwd: Path,
@@ -72,10 +112,10 @@ def _run(
     timeout: float,
     fresh: bool = False,
 ) -> int:
-    imported = tuple(environ.get(IMPORTED, "").split())
-    environ = {name: value for name, value in environ.items() if name != IMPORTED}
-    if not fresh and at_start(environ) == (warm := _interpreter(os.getpid(), imported)).at_start:
-        return warm.run(line, cwd, environ, files, timeout)
+    if not fresh and is_warm(environ):
+        imported, environ = _taken_from(environ)
+        return _interpreter(os.getpid(), imported).run(line, cwd, environ, files, timeout)
+    _, environ = _taken_from(environ)
     return subprocess.run(
         [sys.executable, "-m", *line],
         cwd=cwd,
@@ -123,6 +163,10 @@ class _Interpreter:
             if self._process is not None:
                 self._process.wait()
 
+    def ask(self, request: Mapping[str, Any], answers: socket.socket, *outputs: int) -> None:
+        """Send a request, with a socket for the answers, and descriptors for output and errors."""
+        socket.send_fds(self._requests, [json.dumps(request).encode()], [answers.fileno(), *outputs])
+
     def run(
         self,
         line: Sequence[str],
@@ -134,11 +178,7 @@ class _Interpreter:
         request = {"module": line[0], "arguments": line[1:], "cwd": str(cwd), "environ": dict(environ)}
         answers, theirs = socket.socketpair()
         with theirs:
-            socket.send_fds(
-                self._requests,
-                [json.dumps(request).encode()],
-                [theirs.fileno(), *(each.fileno() for each in files)],
-            )
+            self.ask(request, theirs, *(each.fileno() for each in files))
         answers.settimeout(timeout)
         with answers, answers.makefile("r") as lines:
             pid = int(lines.readline())

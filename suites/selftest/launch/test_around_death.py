@@ -16,6 +16,7 @@ SOON = 10.0
 
 @pytest.mark.parametrize(("method", "size"), [("forkserver", 3), ("spawn", 2)])
 def test_ranks_and_server_end_when_the_controller_is_killed(project: Project, method: str, size: int) -> None:
+    project.fresh = method == "spawn"  # else ranks would be forks here, too
     project.copy("hanging", f"ranks_start_method = {method}")
     process = project.start(environ={"SIZE": str(size)})
     project.wait_for(lambda: all(project.pids("reached", rank) for rank in range(size)), "the test has begun")
@@ -39,6 +40,7 @@ if "RANK" in os.environ:
 
 
 def test_an_importing_server_ends_when_the_controller_is_killed(project: Project) -> None:
+    project.fresh = True
     (project.path / "torch.py").touch()  # instead of the real one, which takes long
     project.copy("slow_import", "ranks_preload = slow\npythonpath = .")
     process = project.start()

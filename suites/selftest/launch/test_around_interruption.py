@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import re
 import signal
-import subprocess
-import sys
 import time
 from typing import TYPE_CHECKING
 
 import pytest
 
-from suites.selftest.project import line_of
+from suites.selftest.project import line_of, printed_by
 
 if TYPE_CHECKING:
     from suites.selftest.project import Project
@@ -69,6 +67,7 @@ def test_a_second_ctrl_c_ends_ranks_that_ignore_the_first(project: Project) -> N
 
 
 def test_ctrl_c_leaves_nothing_while_the_server_imports(project: Project) -> None:
+    project.fresh = True
     (project.path / "torch.py").touch()  # instead of the real one, which takes long
     project.copy("slow_import", "ranks_preload = slow\npythonpath = .")
     _interrupt_when_reached(project)
@@ -115,8 +114,8 @@ def test_sigterm_and_limits_of_other_plugins_tear_down_on_ranks(project: Project
 
 def test_sigterm_has_its_default_action_again_after_a_run(project: Project) -> None:
     project.write("def test_passes(world): ...")
-    code = (
-        "import pytest, signal; print(pytest.main(['-plockstep.plugin']), signal.getsignal(signal.SIGTERM))"
+    (project.path / "program.py").write_text(
+        "import pytest, signal\nprint(pytest.main(['-plockstep.plugin']), signal.getsignal(signal.SIGTERM))\n"
     )
-    output = subprocess.check_output([sys.executable, "-c", code], cwd=project.path, text=True)
+    output = printed_by(project.path, "program")
     assert output.splitlines()[-1] == "0 0"
