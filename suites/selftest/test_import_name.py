@@ -8,6 +8,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from importlib.machinery import PathFinder
+from importlib.metadata import entry_points
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -60,6 +61,8 @@ def of_a_variable(path: Path) -> None:
     write(path / "tests", {"test_it.py": TEST})
 
 
+WITHOUT_OTHERS = [f"-pno:{each.name}" for each in entry_points(group="pytest11") if each.name != "lockstep"]
+"""Options that leave out the other installed plugins, which take as long to import as all else."""
 LAYOUTS = [at_root, in_pythonpath, in_src, beside_deep_tests, without_init, of_a_variable]
 
 
@@ -73,7 +76,7 @@ def test_a_project_keeps_its_own_package(
     arguments = ["-m", "pytest"] if module else ["-c", "import pytest; pytest.console_main()"]
     environ = {**os.environ, "PYTHONSAFEPATH": ""} if module else {**os.environ, "PYTHONSAFEPATH": "1"}
     done = subprocess.run(
-        [sys.executable, *arguments, "-p", "no:cacheprovider"],
+        [sys.executable, *arguments, "-p", "no:cacheprovider", *WITHOUT_OTHERS],
         cwd=tmp_path,
         env=environ,
         capture_output=True,
