@@ -50,10 +50,19 @@ class Session:
         return [pid for test, pid in lines if test == name]
 
 
+@pytest.fixture(scope="module")
+def session(tmp_path_factory: pytest.TempPathFactory) -> Session:
+    return Session(tmp_path_factory.mktemp("leaks"), "warn", "leaks", "state", "tidy", "forks")
+
+
 @pytest.fixture(scope="module", params=["gloo", "shm"])
-def session(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> Session:
-    path = tmp_path_factory.mktemp("leaks")
-    return Session(path, "warn", "leaks", "state", "tidy", "forks", backend=request.param)
+def either(
+    tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest, session: Session
+) -> Session:
+    """Tests whose ranks have the threads and files of either backend, and fork, or leave nothing."""
+    if request.param == "gloo":
+        return session
+    return Session(tmp_path_factory.mktemp("shm"), "warn", "tidy", "forks", backend="shm")
 
 
 def names_of(sample: str) -> set[str]:
@@ -127,7 +136,7 @@ def test_a_process_of_a_wide_fixture_is_a_leak_after_its_end(session: Session) -
     )
 
 
-def test_tidy_tests_have_no_warnings(session: Session) -> None:
+def test_tidy_tests_have_no_warnings(either: Session) -> None:
     leaky = {*names_of("leaks"), *names_of("state"), "test_copy_that_stays"} - {
         "TestLeakyFixture::test_first",
         "test_healthy_after_leaks",
@@ -135,9 +144,11 @@ def test_tidy_tests_have_no_warnings(session: Session) -> None:
         "test_prints",
         "test_stacks_after_sigusr1_was_taken",
     }
-    assert {name for name, report in session.reports.items() if report["warnings"]} == leaky
+    assert {name for name, report in either.reports.items() if report["warnings"]} == leaky & {
+        *either.reports
+    }
     for name in names_of("tidy"):
-        assert session.reports[name]["outcomes"] == PASSED, session.reports[name]["errors"]
+        assert either.reports[name]["outcomes"] == PASSED, either.reports[name]["errors"]
 
 
 def test_signals_and_timers_are_restored_and_reported(session: Session) -> None:
@@ -178,8 +189,8 @@ def test_stacks_are_shown_after_a_test_that_took_their_signal(session: Session) 
 
 
 @pytest.mark.parametrize("name", sorted(names_of("forks") - {"test_rank_that_dies_before_its_copy"}))
-def test_the_outcome_of_a_test_that_forks_is_that_of_its_rank(session: Session, name: str) -> None:
-    assert session.reports[name]["outcomes"] == PASSED, session.reports[name]["errors"]
+def test_the_outcome_of_a_test_that_forks_is_that_of_its_rank(either: Session, name: str) -> None:
+    assert either.reports[name]["outcomes"] == PASSED, either.reports[name]["errors"]
 
 
 @pytest.mark.parametrize(
@@ -192,14 +203,14 @@ def test_the_outcome_of_a_test_that_forks_is_that_of_its_rank(session: Session, 
         ("test_copy_in_a_subtest", "raised AssertionError: reported by the copy"),
     ],
 )
-def test_the_end_of_a_forked_child_is_in_the_output(session: Session, name: str, how: str) -> None:
-    stderr = session.reports[name]["stderr"]
+def test_the_end_of_a_forked_child_is_in_the_output(either: Session, name: str, how: str) -> None:
+    stderr = either.reports[name]["stderr"]
     assert "rank 1: process " in stderr
-    assert f"forked by the test, {how.format(path=session.path)}" in stderr
+    assert f"forked by the test, {how.format(path=either.path)}" in stderr
 
 
-def test_the_forked_child_of_a_dead_rank_is_ended(session: Session) -> None:
-    report = session.reports["test_rank_that_dies_before_its_copy"]
+def test_the_forked_child_of_a_dead_rank_is_ended(either: Session) -> None:
+    report = either.reports["test_rank_that_dies_before_its_copy"]
     assert report["errors"].startswith(
         "rank 1 of 2 died: SIGKILL\nrank 0: lost its connection to rank 1 at test_forks.py:"
     )
@@ -240,7 +251,7 @@ def test_the_compile_worker_of_torch_and_its_pipes_are_no_leak(project: Project)
 from torch._inductor.compile_worker.subproc_pool import SubprocPool
 
 def test_starts_it(world):
-    SubprocPool.kept = SubprocPool(1)
+    SubprocPool.kept = SubprocPool(1) if world.rank == 1 else None
 
 def test_comes_after_it(world):
     pass
