@@ -162,7 +162,7 @@ def _serve(requests: socket.socket) -> None:
     """Fork for each request, of a session or of an interpreter with more imports, until the last."""
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # forks are not waited for
     while True:
-        message, descriptors, *_ = socket.recv_fds(requests, LARGEST_REQUEST, 3)
+        message, descriptors, *_ = socket.recv_fds(requests, LARGEST_REQUEST, 4)
         if not message:
             return
         if os.fork() == 0:
@@ -193,8 +193,11 @@ def _watch(request: dict[str, Any], answers: int, output: int, errors: int) -> N
     os._exit(0)
 
 
-def _leave_to(request: dict[str, Any], answers: int, output: int, errors: int) -> None:
-    """Run a session in a fork of one more fork, which the process `parent` adopts, and answer with its id."""
+def _leave_to(request: dict[str, Any], answers: int, output: int, errors: int, *given: int) -> None:
+    """Run a session in a fork of one more fork, which the process `parent` adopts, and answer with its id.
+
+    It has an input, if one is given.
+    """
     parent = request.pop("parent")
     reader, writer = os.pipe()
     if os.fork() == 0:
@@ -203,6 +206,9 @@ def _leave_to(request: dict[str, Any], answers: int, output: int, errors: int) -
             for each in (answers, reader, writer):
                 os.close(each)
             _await_adoption(between, parent)
+            for each in given:
+                os.dup2(each, 0)
+                os.close(each)
             _become_session(output, errors, **request)
         os.write(writer, f"{pid}\n".encode())
         os._exit(0)

@@ -73,23 +73,26 @@ def run_module(
 
 
 class WarmPopen(subprocess.Popen[str]):
-    """A fork of the warm interpreter for arguments `[..., "-m", MODULE, ...]`, a child of this process."""
+    """A fork of the warm interpreter for arguments `[..., "-m", MODULE, ...]`, a child of this process.
+
+    It gets the input that is given, and writes errors where it writes its output.
+    """
 
     def _execute_child(self, args: Any, *others: Any) -> None:
-        cwd, environ, output = others[4], others[5], others[12]
+        cwd, environ, given, output = others[4], others[5], others[9], others[12]
+        streams = (output, output, *({given} - {-1}))
         module, *words = args[args.index("-m") + 1 :]
         imported, environ = _taken_from(environ)
         request = {"module": module, "arguments": words, "cwd": str(cwd), "environ": environ}
         answers, theirs = socket.socketpair()
         adopts = adopt_orphans(True)
         with theirs:
-            _interpreter(os.getpid(), imported).ask(
-                {**request, "parent": os.getpid()}, theirs, output, output
-            )
+            _interpreter(os.getpid(), imported).ask({**request, "parent": os.getpid()}, theirs, *streams)
         with answers, answers.makefile("r") as lines:
             self.pid, self._child_created = int(lines.readline()), True
         adopt_orphans(adopts)
-        os.close(output)
+        for each in {*streams}:
+            os.close(each)
 
 
 def is_warm(environ: Mapping[str, str]) -> bool:

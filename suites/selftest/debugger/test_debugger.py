@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from suites.selftest.project import PROJECTS, WITHOUT_PLUGINS, copy_project, processes_with, wait_for
-from suites.selftest.warm_pytest import run_module
+from suites.selftest.warm_pytest import WarmPopen, run_module
 
 if TYPE_CHECKING:
     from lockstep.rank.world_fixture import RankWorld
@@ -225,9 +225,10 @@ def test_quitting_ends_the_run_and_reports_the_test(talk: Conversation) -> None:
 
 def test_commands_come_from_a_pipe_and_ctrl_c_ends_the_test(tmp_path: Path) -> None:
     copy_project("debugger_from_a_pipe", tmp_path)
-    process = subprocess.Popen(
-        [sys.executable, str(STARTER), "", "--rank-pdb", "1", "--pdbcls", "clumsy:Clumsy"],
+    process = WarmPopen(
+        ["-m", "pytest", "--rank-pdb", "1", "--pdbcls", "clumsy:Clumsy"],
         cwd=tmp_path,
+        env={**os.environ, **WITHOUT_PLUGINS},
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,
@@ -269,18 +270,17 @@ def test_the_rank_is_debugged_on_other_backends(tmp_path: Path) -> None:
     for number, mark in enumerate(PLACES):
         (tmp_path / f"test_{number}.py").write_text(STOPS.format(mark=mark))
     steps = f"p dist.get_rank(), world.size\n__import__('time').sleep({HOLD})\nc\n"
-    done = subprocess.run(
-        [sys.executable, "-m", "pytest", "--rank-pdb", "0"],
+    process = WarmPopen(
+        ["-m", "pytest", "--rank-pdb", "0"],
         cwd=tmp_path,
-        env=os.environ | WITHOUT_PLUGINS,
-        input=steps * len(PLACES),
+        env={**os.environ, **WITHOUT_PLUGINS},
+        stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,
-        timeout=180,
-        check=False,
     )
-    assert re.findall(r"\(Pdb\) (\(\d+, \d+\))", done.stdout) == list(map(str, PLACES.values()))
-    assert done.returncode == pytest.ExitCode.OK, done.stdout
+    output, _ = process.communicate(steps * len(PLACES), timeout=180)
+    assert re.findall(r"\(Pdb\) (\(\d+, \d+\))", output) == list(map(str, PLACES.values()))
+    assert process.returncode == pytest.ExitCode.OK, output
 
 
 def test_a_fake_world_has_one_process_to_debug(project: Project) -> None:
