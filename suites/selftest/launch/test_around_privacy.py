@@ -21,7 +21,8 @@ def sockets_of(pids: list[int]) -> set[str]:
 
 def test_two_runs_in_one_checkout_do_not_meet(project: Project) -> None:
     project.copy("meeting")
-    runs = [project.start(environ={"RUN": run}, prepare=lambda: os.umask(0)) for run in ("first", "second")]
+    (project.path / "conftest.py").write_text("import os\nos.umask(0)\n")
+    runs = [project.start(environ={"RUN": run}) for run in ("first", "second")]
     project.wait_for(
         lambda: len(project.pids("met")) == len(project.pids("met", rank=1)) == 2, "both run tests"
     )
