@@ -33,9 +33,8 @@ def test_torchrun_with_a_plain_script() -> None:
     ]
 
 
-def test_forked_ranks_on_each_store(tmp_path: Path) -> None:
-    """New interpreters are what torchrun starts."""
-    methods = ("fork:file", "fork:tcp", "fork:prefix")
+def test_forked_and_spawned_ranks_on_each_store(tmp_path: Path) -> None:
+    methods = ("fork:file", "fork:tcp", "fork:prefix", "spawn:file")
     done = run_module("starts", str(tmp_path), *methods, cwd=PROGRAMS)
     assert done.returncode == 0, done.stderr
     expected = "200000.0 [0, 1], left [], []"
