@@ -17,15 +17,10 @@ if TYPE_CHECKING:
     import pytest
 
 
-def plugin_names() -> Iterator[str]:
-    """Yield the names of the modules that are the plugins of features."""
-    for folder in iter_modules(__path__, f"{__name__}."):
-        yield f"{folder.name}.plugin"
-
-
 def plugins() -> Iterator[ModuleType]:
     """Import the plugin of each feature."""
-    yield from map(import_module, plugin_names())
+    for folder in iter_modules(__path__, f"{__name__}."):
+        yield import_module(f"{folder.name}.plugin")
 
 
 def feature_commands() -> Iterator[ModuleType]:
@@ -37,11 +32,5 @@ def feature_commands() -> Iterator[ModuleType]:
 
 def register_features(pluginmanager: pytest.PytestPluginManager) -> None:
     """Register the plugin of each feature."""
-    pluginmanager.register(import_module(__name__), __name__)
     for plugin in plugins():
         pluginmanager.register(plugin, plugin.__name__)
-
-
-def pytest_ranks_imports(hints: list[str]) -> None:
-    """Let the server import these plugins once: a third of what a new rank did before its first item."""
-    hints.extend(plugin_names())

@@ -401,8 +401,6 @@ def end_with(program: Callable[[], object]) -> NoReturn:
 
 
 if __name__ == "__main__":
-    from lockstep.features import plugin_names
-
-    import_all(["pytest", "torch", *OF_SESSIONS, *plugin_names()])
+    import_all(["pytest", "torch", *OF_SESSIONS])
     _set_aside(LATER)
     _serve(socket.socket(fileno=int(sys.argv[1])))
