@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from lockstep.place import Place
 
 PLUGIN = "lockstep.plugin"
-"""The module that is our plugin of pytest, and its name there unless `-p` gives another."""
+"""The module that is our plugin of pytest, and its name there unless `renames_plugin`."""
 
 Spread = tuple[tuple[int, int], ...]
 """Numbers of hosts, each with that of its ranks there, in rank order; empty for the controller's alone."""
@@ -54,7 +54,7 @@ class SessionSpec:
     inifile: str = ""
     """Path of the ini file, empty if there is none."""
     renames_plugin: bool = False
-    """True under `-p harness.plugin`: pytest has our plugin by that name."""
+    """True where `-p harness.plugin`, or a conftest, gives our plugin that name in pytest."""
     to_rewrite: tuple[str, ...] = ()
     """Modules, and packages, of plugins and conftests whose asserts pytest is to rewrite."""
     parts: dict[str, Any] = field(default_factory=dict)

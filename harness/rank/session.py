@@ -54,8 +54,8 @@ _CONTROLLER_OPTIONS: dict[str, Any] = {
 }
 
 _CONFIG = get_config()
-"""pytest's config before it has arguments, made as the server imports this module, with the plugins of pytest
-and ours: to register these took a fifth of a rank's start."""
+"""pytest's config before it has arguments, with its own plugins and ours, made as the server imports this
+module: to register ours took a fifth of a rank's start."""
 _CONFIG.pluginmanager.import_plugin(PLUGIN)
 
 

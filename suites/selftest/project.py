@@ -163,9 +163,8 @@ class Project:
     ) -> str:
         """Run pytest to its end; return what it printed."""
         variables, path = self._environ(tmpdir, environ), self.path / cwd
-        return run_to_end(self._arguments(args), path, variables, 300, "backslashreplace", fresh=self.fresh)[
-            1
-        ]
+        arguments = self._arguments(args)
+        return run_to_end(arguments, path, variables, 300, "backslashreplace", fresh=self.fresh)[1]
 
     def _arguments(self, args: Sequence[str]) -> list[str]:
         plugin = () if self.plugins else ("-p", "lockstep.plugin")

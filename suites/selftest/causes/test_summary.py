@@ -52,7 +52,7 @@ def test_commands_are_of_the_directory_where_pytest_was_started(project: Project
     project.write_ini("")
     tests = "import pytest\n@pytest.mark.parametrize('n', [1, 2])\ndef test_b(n): assert n < 0\n"
     (project.path / "test_plain.py").write_text(f"{tests}def test_a(): pass\n")
-    output = project.start("..", cwd="deep").communicate(timeout=300)[0]
+    output = project.run("..", cwd="deep")
     assert "      one of them: pytest '../test_plain.py::test_b[1]'\n" in output
     assert "      all of them: pytest ../test_plain.py::test_b\n" in output
 

@@ -278,7 +278,10 @@ def test_the_rank_is_debugged_on_other_backends(tmp_path: Path) -> None:
         stdout=subprocess.PIPE,
         text=True,
     )
-    output, _ = process.communicate(steps * len(PLACES), timeout=180)
+    try:
+        output, _ = process.communicate(steps * len(PLACES), timeout=180)
+    finally:
+        process.kill()  # it still runs where the time was too short
     assert re.findall(r"\(Pdb\) (\(\d+, \d+\))", output) == list(map(str, PLACES.values()))
     assert process.returncode == pytest.ExitCode.OK, output
 
