@@ -265,6 +265,17 @@ class PlanWithNorm(Plan):
         return total.sqrt()
 
 
+class HeadUnreduced(PlanWithNorm):
+    """A plan with a gradient that is not reduced over dp, or over tp in its place."""
+
+    def reduce(self) -> None:
+        own = self.model.head.weight.grad.clone()
+        super().reduce()
+        if self.bug == "over tp":
+            torch.distributed.all_reduce(own, group=self.layout.group("tp"))
+        self.model.head.weight.grad = own
+
+
 class PlanWithPenalty(Plan):
     """A plan over dp of a loss with an auxiliary term, which it adds on rank 0 alone."""
 

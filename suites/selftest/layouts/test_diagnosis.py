@@ -9,7 +9,7 @@ from typing import Any, cast
 import pytest
 import torch
 
-from lockstep.layouts.diagnosis import _LINES, Failure, _is_close, _shown, describe
+from lockstep.layouts.diagnosis import _CAUSES, _LINES, Failure, _is_close, _shown, describe
 from lockstep.layouts.moment import Held, Moment
 from lockstep.layouts.reference import Blocks, Step
 from suites.selftest.layouts.model import SHARDS, OnPaper
@@ -210,6 +210,15 @@ def test_a_report_has_few_lines_and_says_what_is_across_hosts() -> None:
     text = describe(found, [f"number {number}" for number in range(9)]).splitlines()
     assert text[0] == "on paper is not the unsharded model (in step 2; across hosts: dp):"
     assert text[1:] == [f"  note: number {number}" for number in range(_LINES - 1)]
+
+
+def test_of_many_complaints_the_first_are_shown() -> None:
+    moments = {
+        0: Moment(0, "before step 0", "parameter", complaints=[f"{number} is wrong" for number in range(9)])
+    }
+    text = describe(Failure(OnPaper(dp=2), SHARDS, cast(Any, None), 1, moments, {}))
+    assert text.splitlines()[1] == "  0 is wrong (rank 0)"
+    assert text.splitlines()[-1] == f"  and {9 - _CAUSES} more"
 
 
 def test_complaints_are_said_in_place_of_what_differs() -> None:

@@ -1,15 +1,44 @@
-"""The words for parts of a batch, and wrong losses of blocks without ranks."""
+"""Parts of a batch that count wrongly in a gradient or a loss, named without ranks."""
 
 from __future__ import annotations
 
 import math
 from dataclasses import replace
+from typing import Any, cast
 
 import pytest
 import torch
 
+from lockstep.layouts.diagnosis import Failure
+from lockstep.layouts.reference import Blocks
 from lockstep.layouts.weights import Counting, Weighing, _are
-from suites.selftest.layouts.test_hypotheses import weighing
+from suites.selftest.layouts.model import SHARDS, OnPaper
+
+
+def weights(number: int) -> torch.Tensor:
+    """Return unequal weights of so many blocks, which add up to 1."""
+    found = torch.arange(number, dtype=torch.float64) * 0.37 % 1 + 0.5
+    return found / found.sum()
+
+
+def weighing(rows: int, sequence: int = 1, microbatches: int = 1, **axes: int) -> Weighing:
+    """Return blocks of random gradients that have unequal weights in the whole batch."""
+    generator = torch.Generator().manual_seed(0)
+    number = rows * sequence
+    found = torch.randn(number, 40, generator=generator, dtype=torch.float64)
+    losses = tuple(torch.rand(number, generator=generator, dtype=torch.float64).tolist())
+    blocks = Blocks(rows, sequence, (), losses, {"w": found}, {"w": weights(number) @ found})
+    return Weighing(blocks, axes, {**axes, **({"cp": sequence} if sequence > 1 else {})}, microbatches)
+
+
+def explained(of: Weighing, ratios: torch.Tensor) -> list[str]:
+    """Return how a gradient is explained in which each block counts so many times."""
+    assert of.blocks.weights is not None
+    return of.explain({"w": (of.blocks.weights * ratios) @ of.blocks.gradients["w"]})
+
+
+def kept(number: int, *lost: int) -> torch.Tensor:
+    return torch.ones(number, dtype=torch.float64).index_fill(0, torch.tensor(lost), 0.0)
 
 
 @pytest.mark.parametrize(
@@ -141,3 +170,124 @@ def test_parts_that_count_otherwise_are_named(ratios: list[float], texts: list[s
     assert of.blocks.weights is not None
     weights = of.blocks.weights * torch.tensor(ratios, dtype=torch.float64)
     assert of.explain({"w": weights @ of.blocks.gradients["w"]}) == texts
+
+
+def test_a_lost_part_of_two_axes_of_one_size_is_that_of_either() -> None:
+    of = weighing(4, dp=2, fsdp=2)
+    assert explained(of, kept(4, 2, 3)) == ["lacks dp part 1 of 2", "lacks fsdp part 1 of 2"]
+    assert explained(of, kept(4, 3)) == ["lacks dp part 1 with fsdp part 1"]
+
+
+def test_a_lost_part_of_axes_of_two_sizes_is_named() -> None:
+    of = weighing(8, dp=2, fsdp=4)
+    assert explained(of, kept(8, 4, 5, 6, 7)) == ["lacks dp part 1 of 2"]
+    assert explained(of, kept(8, 1, 5)) == ["lacks fsdp part 1 of 4"]
+
+
+def test_lost_microbatches_of_one_rank_are_named() -> None:
+    of = weighing(6, microbatches=3, dp=2)
+    # Ranks may cut their microbatches, or each microbatch may be cut over ranks.
+    both = ["lacks dp part 1 with microbatch 0", "lacks dp part 1 with microbatch 1"]
+    assert explained(of, kept(6, 3)) == both
+    assert explained(of, kept(6, 0, 3)) == ["lacks microbatch 0 of 3"]
+    assert explained(of, kept(6, 0, 1, 3, 4) * 3) == [
+        "lacks microbatches 0, 1 of 3, and counts the others 3 times"
+    ]
+
+
+def test_a_mean_over_ranks_and_microbatches_is_named() -> None:
+    of = weighing(6, microbatches=3, dp=2)
+    assert of.blocks.weights is not None
+    (found,) = explained(of, 1 / (6 * of.blocks.weights))
+    assert found.startswith("is a mean of the means of each dp part and microbatch: they count alike")
+
+
+def test_a_tensor_that_an_auxiliary_loss_does_not_reach_is_explained_alone() -> None:
+    of = weighing(6, microbatches=3, dp=2)
+    number = torch.arange(240, dtype=torch.float64).view(6, 40)
+    found = {**of.blocks.gradients, "router": number.sin()}
+    whole = {**of.blocks.whole, "router": number.cos().sum(0)}  # no sum over blocks
+    of = replace(of, blocks=replace(of.blocks, gradients=found, whole=whole))
+    assert of.blocks.weights is None
+    lost = {"w": torch.tensordot(torch.tensor([1.0, 1, 0, 1, 1, 0]).double() * weights(6), found["w"], 1)}
+    assert of.explain(lost) == ["lacks microbatch 2 of 3"]
+    assert of.explain({**lost, "router": whole["router"] / 2}) == []
+
+
+def test_a_part_is_lost_with_what_a_term_adds_to_it() -> None:
+    of = weighing(6, microbatches=3, dp=2)
+    base, whole = of.blocks.gradients["w"], of.blocks.whole["w"]
+    term = replace(of.blocks, gradients={"w": base.cos()}, whole={"w": base.cos().mean(0)})
+    stacked = {"w": torch.cat([base, term.whole["w"][None]])}
+    losses = (*of.blocks.losses, 1.0)
+    blocks = replace(
+        of.blocks, terms=("z",), losses=losses, gradients=stacked, whole={"w": whole + term.whole["w"]}
+    )
+    of = replace(of, blocks=blocks)
+    lost = kept(6, 1, 4)
+    wrong = {"w": (lost * weights(6)) @ base + lost @ base.cos() / 6}
+    assert of.explain(wrong) == []
+    assert of.explain({"w": (lost * weights(6)) @ base + term.whole["w"]}) == ["lacks microbatch 1 of 3"]
+    assert of.explain({"w": (lost * weights(6)) @ base + 2 * term.whole["w"]}) == []  # two things are wrong
+    joined = of.with_terms([term])
+    assert joined is not None
+    assert joined.explain(wrong) == ["lacks microbatch 1 of 3"]
+    of_both = (weights(6) + 1 / 6) * torch.tensor(losses[:6], dtype=torch.float64)
+    assert joined.blocks.losses == pytest.approx(of_both.tolist(), rel=1e-9)
+    assert of.with_terms([replace(term, whole={"w": whole.sin()})]) is None
+
+
+def with_term() -> tuple[Weighing, Weighing]:
+    """Return the blocks of a loss that has a term, and those of the term."""
+    of = weighing(6, microbatches=3, dp=2)
+    base = of.blocks.gradients["w"]
+    parts, share = base.cos(), weights(6).flip(0)
+    term = replace(of, blocks=replace(of.blocks, gradients={"w": parts}, whole={"w": share @ parts}))
+    whole = {"w": of.blocks.whole["w"] + term.blocks.whole["w"]}
+    stacked = {"w": torch.cat([base, term.blocks.whole["w"][None]])}
+    losses = (*of.blocks.losses, 1.0)
+    blocks = replace(of.blocks, terms=("z",), losses=losses, gradients=stacked, whole=whole)
+    return replace(of, blocks=blocks), term
+
+
+def test_a_term_of_the_loss_that_is_wrong_itself_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    of, term = with_term()
+    monkeypatch.setattr(Failure, "_weighing", lambda self, name: term if name else of)
+    failure = Failure(OnPaper(dp=2), SHARDS, cast(Any, None), 3, {}, {})
+    lost = (kept(6, 1, 4) * weights(6).flip(0)) @ term.blocks.gradients["w"]
+    gradient = of.blocks.whole["w"] - term.blocks.whole["w"] + lost
+    assert failure.explain({"w": gradient}) == [
+        "has a wrong term `z` of the loss, which lacks microbatch 1 of 3"
+    ]
+
+
+def test_a_loss_without_a_term_is_named() -> None:
+    of, _ = with_term()
+    whole = float(weights(6) @ torch.tensor(of.blocks.losses[:6], dtype=torch.float64))
+    assert of.explain_loss(whole) == ["lacks the term `z` of the loss"]
+    assert of.explain_loss(whole + 2) == [
+        "has the term `z` of the loss as 2 times the reference: multiplied by dp (2) once too often"
+    ]
+
+
+def test_parts_that_count_at_random_are_not_named() -> None:
+    of = weighing(4, sequence=2, dp=4)
+    assert explained(of, torch.rand(8, generator=torch.Generator().manual_seed(1), dtype=torch.float64)) == []
+
+
+def test_a_loss_without_a_part_is_named() -> None:
+    of = weighing(6, microbatches=3, dp=2)
+    assert of.blocks.weights is not None
+    shares = of.blocks.weights * torch.tensor(of.blocks.losses, dtype=torch.float64)
+    assert of.explain_loss(float(shares[:3].sum())) == ["lacks dp part 1 of 2"]
+    assert of.explain_loss(float(shares[[0, 3]].sum())) == ["lacks microbatches 1, 2 of 3"]
+    assert of.explain_loss(float(shares.sum()) * 1.01) == []
+
+
+def test_the_loss_of_blocks_that_count_as_in_gradients_is_known() -> None:
+    of = weighing(4, dp=2, fsdp=2)
+    assert of.blocks.weights is not None
+    found = of.blocks.weights * torch.tensor([1.0, 2, 0, 3], dtype=torch.float64)
+    loss = float(found @ torch.tensor(of.blocks.losses, dtype=torch.float64))
+    assert of.loss_of({"w": found @ of.blocks.gradients["w"]}) == pytest.approx(loss, rel=1e-9)
+    assert math.isnan(of.loss_of({"w": torch.ones(40, dtype=torch.float64)}))
