@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from lockstep.shm import memory
-from lockstep.shm.errors import OutOfSharedMemory
+from lockstep.shm.errors import OutOfSharedMemory, ShmError
 from lockstep.shm.memory import Arena, Segment, available, copy, copy_to_both, in_words
 
 PAGE = mmap.PAGESIZE
@@ -277,3 +277,44 @@ def test_a_lack_of_memory_is_an_error_with_both_sizes(monkeypatch: pytest.Monkey
     monkeypatch.setattr(memory, "available", lambda: limit)
     assert arena.take(limit, "all_reduce").handle.nbytes == limit
     arena.close()
+
+
+def test_a_segment_is_opened_by_its_inode_alone() -> None:
+    segment = Segment.create(100)
+    again = Segment.open(os.getpid(), segment.handle)
+    segment.memory[7] = 5
+    assert again.memory[7] == 5
+    segment.close()
+    other = Segment.create(100)
+    assert other.handle.fd == segment.handle.fd
+    with pytest.raises(FileNotFoundError, match="has closed"):
+        Segment.open(os.getpid(), segment.handle)
+    other.close()
+
+
+@pytest.mark.parametrize(("limit", "left"), [("max", 4096 << 10), ("5000", 2000), ("8000000", 4096 << 10)])
+def test_a_control_group_may_leave_less_memory(
+    monkeypatch: pytest.MonkeyPatch, limit: str, left: int
+) -> None:
+    files = {
+        "/proc/meminfo": "MemTotal: 9000 kB\nMemAvailable: 4096 kB\n",
+        "/proc/self/cgroup": "0::/a/b\n",
+        "/sys/fs/cgroup/a/b/memory.max": f"{limit}\n",
+        "/sys/fs/cgroup/a/b/memory.current": "3000\n",
+    }
+    monkeypatch.setattr(Path, "read_text", lambda path: files[str(path)])
+    assert available() == left
+
+
+def test_a_segment_too_large_says_how_much_and_for_what() -> None:
+    with pytest.raises(ShmError, match=r"all_reduce needs 1024 TiB .*iB are left.*`ulimit -v`"):
+        Arena().take(1 << 50, "all_reduce")
+
+
+def test_memory_that_was_lent_when_an_arena_closed_does_not_come_back() -> None:
+    arena = Arena()
+    lent = arena.lend(4, torch.float32, "a buffer")
+    arena.close()
+    del lent
+    arena.take_back([])
+    assert arena.nbytes == 0

@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from lockstep.shm.collectives import Collectives
 from lockstep.shm.work import Bundle, Completed, ProgressThreads, ShmWork, progress
 
 
@@ -218,3 +219,12 @@ def test_threads_that_have_work_are_not_waited_for(by_hand: ByHand) -> None:
     own._queue, own._watching = [(work, 0.0)], 1
     own.forget()
     assert (own._queue, own._watching, own._thread) == ([], 0, None)
+
+
+def test_a_bundle_of_works_that_are_done_does_not_linger(pair: list[Collectives]) -> None:
+    works = [ShmWork(end.barrier(), []) for end in pair]
+    bundle = Bundle(works)
+    for work in works:
+        work.wait()
+    bundle.linger(time.monotonic())  # another thread has completed them since `is_done` was read
+    assert bundle.is_done
