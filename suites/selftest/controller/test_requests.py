@@ -17,55 +17,8 @@ from lockstep.controller.option_checks import check_folder, check_options, outpu
 from lockstep.controller.requests import REFUSAL, Refusal, Request, report_refusal, request_of
 from lockstep.controller.rerun import rerun_line
 from lockstep.marker import MarkError, RanksMark
-from lockstep.options import DEFAULTS
 from lockstep.specification import WorldKey
-
-INI = {"ranks_start_method": "forkserver", "ranks_leaks": "warn"}
-
-
-class Hooks:
-    """The hooks of a configuration that features answer, by name; others answer None."""
-
-    def __init__(self, **answers: Any) -> None:
-        self.answers = answers
-        self.asked: dict[str, Any] = {}
-
-    def __getattr__(self, name: str) -> Any:
-        def hook(**given: Any) -> Any:
-            self.asked[name] = given
-            answer = self.answers.get(name)
-            return answer(**given) if callable(answer) else answer
-
-        return hook
-
-
-def config_of(folder: Path, ini: dict[str, str] = INI, hooks: Hooks | None = None, **given: Any) -> Any:
-    """Return the configuration of a run in a folder."""
-    options = {
-        **DEFAULTS,
-        "subtest": [],
-        "rank_output_dir": None,
-        "capture": "fd",
-        "runxfail": False,
-        **given,
-    }
-    option = SimpleNamespace(override_ini=None, inifilename=None, plugins=[], **options)
-    return SimpleNamespace(
-        getoption=lambda name, default=None: vars(option).get(name, default),
-        getini=ini.get,
-        invocation_params=SimpleNamespace(dir=folder, args=()),
-        hook=hooks or Hooks(pytest_ranks_repeated_options=[]),
-        option=option,
-        stash=pytest.Stash(),
-        _parser=SimpleNamespace(_groups=[]),
-    )
-
-
-def item_of(config: Any, path: str = "test_x.py", **more: Any) -> Any:
-    file = config.invocation_params.dir / path
-    return SimpleNamespace(
-        config=config, nodeid=f"{path}::test_y", path=file, stash=pytest.Stash(), keywords={}, **more
-    )
+from suites.selftest.controller.stand_ins import INI, Hooks, config_of, item_of
 
 
 @pytest.mark.parametrize(

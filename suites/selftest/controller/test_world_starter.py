@@ -18,7 +18,7 @@ from lockstep.controller.world_starter import WorldStarter, xdist_input
 from lockstep.exceptions import LaunchError, WorldError
 from lockstep.output import OUTSIDE
 from lockstep.specification import WorldKey
-from suites.selftest.controller.test_requests import INI, Hooks, config_of
+from suites.selftest.controller.stand_ins import INI, Hooks, config_of
 
 KEY = WorldKey(2, "gloo", "cpu")
 
