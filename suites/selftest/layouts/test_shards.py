@@ -203,3 +203,36 @@ def test_names_of_a_stage_are_those_of_the_unsharded_model() -> None:
         match=r"\A`0.weight` is `9.weight` by the shard map, which the unsharded model does not have\Z",
     ):
         ShardMap(rename=lambda own, _: own.replace("0", "9")).write(stage, unsharded, layout)
+
+
+@pytest.mark.parametrize(
+    ("cut", "parts"),
+    [
+        (Sharded("tp"), [[0, 1, 2], [3, 4]]),
+        (Sharded("tp", padded=True), [[0, 1, 2], [3, 4, -1]]),
+        (Sharded("tp", parts=(2, 3)), [[0, 2, 3], [1, 4]]),
+        (Sharded("tp", rows=lambda length, count, index: range(index, length, count)), [[0, 2, 4], [1, 3]]),
+    ],
+    ids=["chunks", "padded", "packed", "interleaved"],
+)
+def test_the_rows_of_a_part_are_what_the_cut_says(cut: Sharded, parts: list[list[int]]) -> None:
+    assert [cut.indices(5, index, 2).tolist() for index in range(2)] == parts
+
+
+def test_rows_of_padding_are_zero_in_a_part() -> None:
+    shards, whole = ShardMap({"w": Sharded("tp", padded=True)}), torch.arange(1.0, 7.0).view(3, 2)
+    parts = [shards.region("w", whole.shape, OnPaper(tp=2), rank) for rank in range(2)]
+    assert parts[1].tolist() == [[4, 5], [-1, -1]]
+    assert [take(whole, part).tolist() for part in parts] == [[[1, 2], [3, 4]], [[5, 6], [0, 0]]]
+
+
+def test_buffers_of_one_shape_are_those_of_the_unsharded_model() -> None:
+    whole, own = nn.Module(), nn.Module()
+    for model, value in ((whole, 1.0), (own, 0.0)):
+        model.register_buffer("mean", torch.full((3,), value))
+        model.register_buffer("cache", torch.full((4 - int(value),), value))
+    ShardMap().write(own, whole, OnPaper(tp=2))
+    assert {name: each.tolist() for name, each in own.named_buffers()} == {
+        "mean": [1.0] * 3,
+        "cache": [0.0] * 4,
+    }
