@@ -66,10 +66,9 @@ class Continuous:
             Worker(case, place).run()
 
         item.obj = work  # type: ignore[attr-defined]
-        start_nothing = functools.partial(_start_nothing, type(case))
         with (
             torch_internals.variables_restored(_TORCHS_VARIABLES),
-            mock.patch.object(type(case), "_spawn_processes", start_nothing),
+            mock.patch.object(type(case), "_spawn_processes", classmethod(_start_nothing)),
         ):
             try:
                 yield
