@@ -37,7 +37,7 @@ OURS = {
     "TestSkipping.test_decorated": "skipped: not today",
     "TestSkipping.test_gpus": "skipped: Need at least 2 CUDA devices",
     "TestSkipping.test_in_body": "skipped: in the body",
-    "TestSkipping.test_nccl": "skipped: c10d was not compiled with the NCCL backend",
+    "TestSkipping.test_mpi": "skipped: c10d was not compiled with the MPI backend",
     "TestSkipping.test_on_rank_0": "skipped: on one",
     "TestSkipping.test_on_rank_1": NO_CUDA,
     "TestSkipping.test_skip_and_failure": "failure: rank 1: ValueError: of rank 1",

@@ -122,7 +122,7 @@ def lower_limit(by: int) -> None:
 
 
 NUM_THREADS, RECURSION = torch.get_num_threads(), sys.getrecursionlimit()
-LAST = [place for place in sys.path if "setuptools" not in place][-1]
+LAST = [place for place in sys.path if "setuptools" not in place and sys.path.count(place) == 1][-1]
 CHANGES: dict[str, tuple[Callable[[], object], str]] = {
     "dtype": (
         lambda: torch.set_default_dtype(torch.float64),

@@ -15,7 +15,7 @@ from torch.testing._internal.common_distributed import (
     DynamoDistributedMultiProcTestCase,
     MultiProcessTestCase,
     requires_gloo,
-    requires_nccl,
+    requires_mpi,
     skip_if_lt_x_gpu,
 )
 from torch.testing._internal.common_fsdp import FSDPTest
@@ -148,8 +148,8 @@ class TestSkipping(Base):
     def test_decorated(self):
         pass
 
-    @requires_nccl()
-    def test_nccl(self):
+    @requires_mpi()
+    def test_mpi(self):
         raise AssertionError
 
     @skip_if_lt_x_gpu(2)
