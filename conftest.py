@@ -1,8 +1,10 @@
 """Plugins of all suites: engines under test, and pytester for the harness's tests of itself.
 
-`--draw N` runs one claim of N.
+`--draw K/N` runs part K of N of what is collected.
 """
 
+import argparse
+import re
 import subprocess
 import zlib
 from pathlib import Path
@@ -15,19 +17,30 @@ pytest_plugins = ["lockstep.conformance.plugin", "pytester"]
 
 
 def pytest_addoption(parser):
-    parser.addoption("--draw", type=int, metavar="N", help="run one claim of N, others with each commit")
+    parser.addoption(
+        "--draw", type=part, metavar="K/N", help="run part K of N, counted from 1; the parts differ by commit"
+    )
+
+
+def part(text):
+    """Return (K, N) of "K/N"."""
+    found = re.fullmatch(r"(\d+)/(\d+)", text)
+    number, size = map(int, found.groups()) if found else (0, 0)
+    if not 1 <= number <= size:
+        raise argparse.ArgumentTypeError(f"{text!r}: write K/N, such as 1/10, with K from 1 to N")
+    return number, size
 
 
 def pytest_collection_modifyitems(config, items):
-    number = config.getoption("draw")
-    if number is None or config.pluginmanager.hasplugin(RANK_PLUGIN):  # a rank runs what is sent to it
+    drawn = config.getoption("draw")
+    if drawn is None or config.pluginmanager.hasplugin(RANK_PLUGIN):  # a rank runs what is sent to it
         return
-    if number < 1:
-        raise pytest.UsageError(f"--draw={number}: write a whole number from 1 on; one claim of so many runs")
+    number, size = drawn
     command = ["git", "-C", Path(__file__).parent, "rev-parse", "HEAD"]
     commit = subprocess.run(command, capture_output=True, text=True, check=False).stdout
     parts = [[], []]
     for item in items:
-        parts[zlib.crc32(f"{commit.strip()} {item.nodeid}".encode()) % number == 0].append(item)
+        place = zlib.crc32(f"{commit.strip()} {item.nodeid}".encode()) % size
+        parts[place == number - 1].append(item)
     left_out, items[:] = parts
     config.hook.pytest_deselected(items=left_out)

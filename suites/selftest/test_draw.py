@@ -1,31 +1,38 @@
-"""`--draw N` of the project's conftest.py: one claim of N."""
+"""`--draw K/N` of the project's conftest.py: part K of N of what is collected."""
 
 from __future__ import annotations
 
 import os
 from pathlib import Path
 
+import pytest
+
 from suites.selftest.warm_pytest import run_to_end
 
 ROOT = Path(__file__).parents[2]
 
 
-def collect(number: int) -> tuple[int, str]:
+def collect(*options: str) -> tuple[int, str]:
     command = ["suites/core/test_clipping.py", "--collect-only", "-q", "-p", "no:cacheprovider"]
-    return run_to_end([*command, f"--draw={number}"], ROOT, os.environ, timeout=180)
+    return run_to_end([*command, *options], ROOT, os.environ, timeout=180)
 
 
-def test_a_part_is_drawn_the_same_in_each_process() -> None:
-    (code, printed), again, everything = collect(2), collect(2), collect(1)
-    drawn, all_of_them = (
-        [line for line in text.splitlines() if "::" in line] for text in (printed, everything[1])
-    )
-    assert code == 0
-    assert set(drawn) < set(all_of_them)
-    assert [line for line in again[1].splitlines() if "::" in line] == drawn
+def collected(*options: str) -> list[str]:
+    code, printed = collect(*options)
+    assert code == 0, printed
+    return [line for line in printed.splitlines() if "::" in line]
 
 
-def test_no_number_below_one_is_taken() -> None:
-    code, printed = collect(0)
+def test_each_test_is_in_one_part_and_in_each_process_in_the_same() -> None:
+    everything, first, second = collected(), collected("--draw=1/2"), collected("--draw=2/2")
+    assert first
+    assert second
+    assert sorted(first + second) == sorted(everything)
+    assert collected("--draw=1/2") == first
+
+
+@pytest.mark.parametrize("wrong", ["10", "0/2", "3/2", "1/0", "1/2/3"])
+def test_a_part_that_there_is_not_is_refused(wrong: str) -> None:
+    code, printed = collect(f"--draw={wrong}")
     assert code == 4
-    assert "--draw=0: write a whole number from 1 on" in printed
+    assert f"{wrong!r}: write K/N, such as 1/10, with K from 1 to N" in printed
