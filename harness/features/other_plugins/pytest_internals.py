@@ -16,7 +16,9 @@ def import_with_rewritten_asserts(modules: Sequence[str]) -> None:
 
     If it moves: what `Config._consider_importhook` installs, and what it gives the names of plugins to.
     """
-    rewriting = install_importhook(pytest.Config(pytest.PytestPluginManager()))
+    config = pytest.Config(pytest.PytestPluginManager())
+    config.pluginmanager.import_plugin("assertion")  # its ini option is read when a file is rewritten
+    rewriting = install_importhook(config)
     try:
         rewriting._must_rewrite.update(name.partition(".")[0] for name in modules)
         for name in modules:
