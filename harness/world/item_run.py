@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, assert_never
 
@@ -31,6 +31,7 @@ from lockstep.protocol import (
     Reported,
     RunItem,
     StartFailed,
+    ToRank,
     Vote,
     Warned,
 )
@@ -84,9 +85,7 @@ class ItemRun:
         self._handles = handles
         self._probes = Probes(handles)
         self.outcomes = [RankOutcome(handle.rank, host=handle.host, spec=handle.spec) for handle in handles]
-        packed = pickle_message(self.order)
-        for handle in handles:
-            handle.send_packed(packed)
+        _send(self.order, handles)
         self._hook.pytest_ranks_run_begins(run=self)
         clock = self.clock
         try:
@@ -226,10 +225,9 @@ class ItemRun:
             self.clock.restart()
         parts: dict[str, Any] = {}
         self._hook.pytest_ranks_agreed(run=self, votes=votes, parts=parts)
-        agreed = pickle_message(Agreed(tuple(votes), parts))
         for outcome in voters:
             outcome.vote = None
-            self._handles[outcome.rank].send_packed(agreed)
+        _send(Agreed(tuple(votes), parts), [self._handles[outcome.rank] for outcome in voters])
 
     # Standstill
 
@@ -337,3 +335,14 @@ class ItemRun:
             statuses |= self.request_statuses({handle.rank for handle in self._handles} - statuses.keys())
             return self._diagnose(statuses)
         return find_mismatch(statuses, self._size(), include_ended=not stuck)
+
+
+def _send(message: ToRank, handles: Iterable[RankHandle]) -> None:
+    """Send a message, packed once for all.
+
+    No other frame has the packed one: Python 3.13 and later print a traceback when one that a run's traceback
+    holds, such as that of Ctrl-C, is freed.
+    """
+    packed = pickle_message(message)
+    for handle in handles:
+        handle.send_packed(packed)
