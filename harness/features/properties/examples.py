@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import hashlib
-import sys
 import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
@@ -15,7 +14,12 @@ from lockstep.features.properties import desync
 from lockstep.features.properties.attempt import Attempt, Body, Runner
 from lockstep.features.properties.crashed import CrashGuard
 from lockstep.features.properties.desync import EndedByOthers, OutOfStep
-from lockstep.features.properties.hypothesis_internals import ConjectureData, seed_engines, set_origin
+from lockstep.features.properties.hypothesis_internals import (
+    ConjectureData,
+    seed_engines,
+    set_origin,
+    unexplained,
+)
 from lockstep.features.properties.messages import ExampleResult, RunningExampleFile, Search
 from lockstep.protocol import TRIAL, VICTIM_OF_A_TRIAL, Vote
 from lockstep.rank.torch_internals import count_collectives, count_groups
@@ -158,13 +162,8 @@ class Examples:
         own = self._rank.group.is_aborted, count_collectives(), count_groups()
         states = self.exchange(f"the end of {case}", own)
         if any(is_aborted for is_aborted, _, _ in states) or len(set(states)) > 1:
-            # Out of sight of Hypothesis's explain phase, which lists lines that only failing examples run.
-            tracer = sys.gettrace()
-            sys.settrace(None)
-            try:
+            with unexplained():
                 self._rank.repair()
-            finally:
-                sys.settrace(tracer)
 
     def _fail(self, attempt: Attempt, votes: tuple[Vote, ...], results: list[ExampleResult]) -> None:
         """Raise this rank's failure of an example that failed on at least one rank."""

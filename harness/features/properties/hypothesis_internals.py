@@ -6,10 +6,12 @@ tests on ranks then fail with that message, and all other tests run.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import random
+import sys
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from hypothesis import core, stateful
@@ -71,6 +73,28 @@ def exclude_from_explanations(*folders: str) -> None:
     scrutineer.should_trace_file = functools.cache(
         lambda filename: not filename.startswith(folders) and original(filename)
     )
+
+
+@contextlib.contextmanager
+def unexplained() -> Iterator[None]:
+    """Keep lines that run meanwhile out of the explain phase.
+
+    If it moves: what `Tracer.__enter__` installs.
+    """
+    if sys.version_info < (3, 12):
+        tracer = sys.gettrace()
+        sys.settrace(None)
+        try:
+            yield
+        finally:
+            sys.settrace(tracer)
+    else:
+        of_lines = scrutineer.MONITORING_TOOL_ID, sys.monitoring.events.LINE
+        callback = sys.monitoring.register_callback(*of_lines, None)
+        try:
+            yield
+        finally:
+            sys.monitoring.register_callback(*of_lines, callback)
 
 
 # The data of one example

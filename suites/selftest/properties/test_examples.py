@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import random
-import sys
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -15,6 +14,7 @@ import pytest
 from hypothesis import core
 from hypothesis.errors import UnsatisfiedAssumption
 from hypothesis.internal.conjecture.data import ConjectureData, DataObserver
+from hypothesis.internal.scrutineer import Tracer
 
 from lockstep.exceptions import PeerFailed
 from lockstep.features.properties import examples
@@ -169,18 +169,19 @@ def test_a_group_that_a_failure_has_broken_is_made_again(
 
     peers = Peers(tmp_path, answer)
     peers.rank.group.is_aborted = here
-    tracers: list[object] = []
-    peers.rank.repair = lambda: tracers.append(sys.gettrace())
-    before = sys.gettrace()
-    sys.settrace(lambda *_: None)
-    try:
-        with pytest.raises(ValueError, match="wrong"):
-            peers.run(fail)
-        after = sys.gettrace()
-    finally:
-        sys.settrace(before)
-    assert tracers == [None]
-    assert after is not None
+    repairs: list[str] = []
+
+    def repair() -> None:
+        repairs.append("made again")
+
+    peers.rank.repair = repair
+    # As the explain phase does, which lists lines that only failing examples run.
+    with Tracer(should_trace=True) as tracer, pytest.raises(ValueError, match="wrong"):
+        peers.run(fail)
+    assert repairs == ["made again"]
+    seen = {place for _, place in tracer.branches}
+    assert any(file == fail.__code__.co_filename for file, _ in seen)
+    assert (__file__, repair.__code__.co_firstlineno + 1) not in seen
 
 
 def test_a_search_counts_the_time_of_examples_in_which_others_only_waited(tmp_path: Path) -> None:
