@@ -202,7 +202,7 @@ def _without_the_frame(cases: list[Case]) -> tuple[Case, ...]:
 
 def _title(item: pytest.Item) -> str:
     """Return the first sentence of the test's docstring."""
-    text = inspect.getdoc(getattr(item, "obj", None)) or ""
+    text = (inspect.getdoc(item.obj) if hasattr(item, "obj") else None) or ""
     return re.split(r"(?<=[.?])\s|\n\s*\n", text, maxsplit=1)[0].replace("\n", " ")
 
 
