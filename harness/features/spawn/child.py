@@ -171,4 +171,8 @@ def _run_startup_hooks() -> None:
         with contextlib.suppress(ImportError):
             import coverage
 
-            coverage.process_startup()
+            started = coverage.process_startup()
+            if sys.version_info >= (3, 14):
+                # That of the server goes on, and what saves it at the end has been cleared in this fork.
+                if started is None and (measuring := coverage.Coverage.current()):
+                    atexit.register(measuring.save)

@@ -204,7 +204,9 @@ def test_what_interpreters_run_as_they_start_is_run(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(child, "runpy", SimpleNamespace(run_path=run_path))
     monkeypatch.setitem(sys.modules, "sitecustomize", SimpleNamespace(__file__="/s.py"))
     monkeypatch.setitem(sys.modules, "usercustomize", SimpleNamespace())
-    coverage = SimpleNamespace(process_startup=lambda: noted.append("coverage"))
+    coverage = SimpleNamespace(
+        process_startup=lambda: noted.append("coverage"), Coverage=SimpleNamespace(current=lambda: None)
+    )
     monkeypatch.setitem(sys.modules, "coverage", coverage)
     for name in child._COVERAGE_VARIABLES:
         monkeypatch.delenv(name, raising=False)
