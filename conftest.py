@@ -9,8 +9,6 @@ import subprocess
 import zlib
 from pathlib import Path
 
-import pytest
-
 from lockstep.hookspecs import RANK_PLUGIN
 
 pytest_plugins = ["lockstep.conformance.plugin", "pytester"]

@@ -92,8 +92,7 @@ def test_the_report_of_a_failure_lists_what_was_compiled(run: Run) -> None:
 
 
 def test_bad_input_gets_a_sentence(run: Run) -> None:
-    of_torch = "Invalid backend: 'lighning', see `torch._dynamo.list_backends()` for available backends."
-    assert of_torch in run.failure("test_an_unknown_backend")
+    assert "Invalid backend: 'lighning'" in run.failure("test_an_unknown_backend")
     sentence = "compiles.ranks_may_differ: write why ranks compile different code in this test"
     assert sentence in run.failure("test_no_reason")
 

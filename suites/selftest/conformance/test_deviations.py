@@ -71,7 +71,10 @@ ROW = re.compile(r"^\| .*: `(?P<test>\S+)` \| (?P<marks>.*) \|$", re.MULTILINE)
 PAGE = SUITES.parent / "docs" / "reference" / "conformance.md"
 
 
-def test_the_page_marks_as_deviating_what_the_tables_say(claims: list[str]) -> None:
+def test_the_page_marks_as_deviating_what_the_tables_say(
+    claims: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(deviations, "_TORCH", "2.13.0")  # the page's
     _, _, table = PAGE.read_text().partition("| claim | ")
     engines = table.partition(" |\n")[0].split(" | ")
     rows = ROW.findall(table)

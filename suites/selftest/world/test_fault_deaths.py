@@ -62,7 +62,7 @@ def test_a_rank_that_waits_for_a_dead_one_is_its_victim(session: FaultSession) -
 
 @pytest.mark.parametrize("name", ["test_bad_pointer", "test_abort", "test_native_stack_overflow"])
 def test_a_crash_shows_its_python_line(session: FaultSession, name: str) -> None:
-    code = {"test_bad_pointer": "string_at(0)", "test_abort": "os.abort()"}.get(name, "hash(nest)")
+    code = {"test_bad_pointer": "string_at(0)", "test_abort": "os.abort()"}.get(name, "regcomp(")
     number = session.place(code).split(":")[1]
     assert f'test_faults.py", line {number} in {name}' in session[name].text
     assert session[name].head()[0].endswith(f", at test_faults.py:{number} in {name}")

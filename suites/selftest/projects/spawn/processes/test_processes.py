@@ -79,7 +79,7 @@ def test_generators_are_seeded_for_each(context):
 
 
 def leave(code):
-    atexit.register(print, "at exit")
+    atexit.register(print, "at exit", flush=True)
     sys.exit(code)
 
 
