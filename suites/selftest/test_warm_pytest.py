@@ -18,6 +18,7 @@ import __main__
 with open(os.environ["FOUND"], "w") as file:
     found = {
         "arguments": sys.argv[1:],
+        "typed": sys.orig_argv[1:],
         "main": [__main__.__name__, __main__.__spec__.name, __main__.__file__],
         "path": sys.path,
         "folders": [os.getcwd(), tempfile.gettempdir()],

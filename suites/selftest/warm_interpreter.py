@@ -52,6 +52,9 @@ IMPORTED = "LOCKSTEP_TEST_IMPORTED"
 MARK = "LOCKSTEP_TEST_MARK"
 """The variable by which tests find the processes of a session, in the environment they were started with."""
 NO_MARK = "0" * 32
+NAMESPACE = "LOCKSTEP_TEST_NAMESPACE"
+"""The variable that names the network namespace of a session, which does not see it itself."""
+CLONE_NEWNET = 0x40000000  # <linux/sched.h>
 LARGEST_REQUEST = 2**20
 PR_SET_CHILD_SUBREAPER, PR_GET_CHILD_SUBREAPER = 36, 37  # <linux/prctl.h>
 WORKER = "import sys;exec(eval(sys.stdin.readline()))"
@@ -233,16 +236,28 @@ def _become_session(
         os.dup2(descriptor, number)
         os.close(descriptor)
     os.chdir(cwd)
-    sys.path[: 1 + len(_python_path(os.environ))] = [cwd, *_python_path(environ)]
+    first = [] if sys.flags.safe_path else [cwd]
+    sys.path[: len(first) + len(_python_path(os.environ))] = [*first, *_python_path(environ)]
     sys.path[1:] = dict.fromkeys(sys.path[1:])
+    if namespace := environ.pop(NAMESPACE, ""):
+        _enter(namespace)
     os.environ.clear()
     os.environ.update(environ)
     tempfile.tempdir = None
-    sys.argv = ["-m", *arguments]
+    sys.argv, sys.orig_argv = ["-m", *arguments], [sys.executable, "-m", module, *arguments]
     _write_mark(environ.get(MARK, NO_MARK))
     offer_interpreters()
     # What `python -m` calls.
     end_with(lambda: runpy._run_module_as_main(module))  # type: ignore[attr-defined]
+
+
+def _enter(namespace: str) -> None:
+    """Enter a network namespace with all that this process, which has one thread, will start."""
+    descriptor = os.open(f"/run/netns/{namespace}", os.O_RDONLY)
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.setns(descriptor, CLONE_NEWNET) != 0:
+        raise OSError(ctypes.get_errno(), f"cannot enter {namespace}")
+    os.close(descriptor)
 
 
 def _python_path(environ: Mapping[str, str]) -> list[str]:
@@ -401,6 +416,7 @@ def end_with(program: Callable[[], object]) -> NoReturn:
 
 
 if __name__ == "__main__":
-    import_all(["pytest", "torch", *OF_SESSIONS])
-    _set_aside(LATER)
+    import_all(sys.argv[2:] or ["pytest", "torch", *OF_SESSIONS])
+    if not sys.argv[2:]:
+        _set_aside(LATER)
     _serve(socket.socket(fileno=int(sys.argv[1])))

@@ -15,7 +15,7 @@ import socket
 import subprocess
 import sys
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 from pathlib import Path
 from typing import IO, Any
@@ -63,13 +63,20 @@ def run_module(
     module: str, *arguments: str, cwd: Path, environ: Mapping[str, str] | None = None, timeout: float = 180
 ) -> subprocess.CompletedProcess[str]:
     """Do as `run_to_end`, in the environment of this process where there is no other; keep errors apart."""
+    environ = os.environ if environ is None else environ
+    line = (module, *arguments)
+    return _kept_apart(line, lambda files: _run(line, cwd, environ, files, timeout))
+
+
+def _kept_apart(
+    line: Sequence[str], run: Callable[[tuple[IO[str], IO[str]]], int]
+) -> subprocess.CompletedProcess[str]:
+    """Run a module with a file for its output, and one for its errors."""
     with tempfile.TemporaryFile("w+") as output, tempfile.TemporaryFile("w+") as errors:
-        status = _run(
-            (module, *arguments), cwd, os.environ if environ is None else environ, (output, errors), timeout
-        )
+        status = run((output, errors))
         for file in (output, errors):
             file.seek(0)
-        return subprocess.CompletedProcess((module, *arguments), status, output.read(), errors.read())
+        return subprocess.CompletedProcess(line, status, output.read(), errors.read())
 
 
 class WarmPopen(subprocess.Popen[str]):
@@ -80,6 +87,8 @@ class WarmPopen(subprocess.Popen[str]):
 
     def _execute_child(self, args: Any, *others: Any) -> None:
         cwd, environ, given, output = others[4], others[5], others[9], others[12]
+        # Ends of pipes and the null device are closed here; files are the caller's.
+        pipes = {end for end, other in ((given, others[10]), (output, others[11])) if other != -1}
         streams = (output, output, *({given} - {-1}))
         module, *words = args[args.index("-m") + 1 :]
         imported, environ = _taken_from(environ)
@@ -91,7 +100,7 @@ class WarmPopen(subprocess.Popen[str]):
         with answers, answers.makefile("r") as lines:
             self.pid, self._child_created = int(lines.readline()), True
         adopt_orphans(adopts)
-        for each in {*streams}:
+        for each in {*pipes, getattr(self, "_devnull", -1)} - {-1}:
             os.close(each)
 
 
@@ -133,14 +142,25 @@ def _run(
 
 
 @cache
-def _interpreter(of_process: int, imported: tuple[str, ...]) -> _Interpreter:
-    return _Interpreter(imported, _interpreter(of_process, ()) if imported else None)
+def _interpreter(of_process: int, imported: tuple[str, ...]) -> Interpreter:
+    return Interpreter(imported, _interpreter(of_process, ()) if imported else None)
 
 
-class _Interpreter:
-    """The process that is forked. It ends when this one does, as it then reads the end of its requests."""
+class Interpreter:
+    """The process that is forked. It ends when this one does, as it then reads the end of its requests.
 
-    def __init__(self, imported: Sequence[str], of: _Interpreter | None) -> None:
+    Args:
+        imported: what it imports, instead of what sessions import, or after that, if it is a fork.
+        of: an interpreter that it is a fork of.
+        python: how it is started, if it is none.
+    """
+
+    def __init__(
+        self,
+        imported: Sequence[str] = (),
+        of: Interpreter | None = None,
+        python: Sequence[str] = (sys.executable,),
+    ) -> None:
         self.at_start = at_start(os.environ)
         self._requests, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._requests.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, LARGEST_REQUEST)
@@ -152,7 +172,7 @@ class _Interpreter:
                 )
             else:
                 self._process = subprocess.Popen(
-                    [sys.executable, warm_interpreter.__file__, str(theirs.fileno())],
+                    [*python, warm_interpreter.__file__, str(theirs.fileno()), *imported],
                     env={**os.environ, **FOR_A_SERVER, MARK: NO_MARK},
                     stdin=subprocess.DEVNULL,
                     pass_fds=[theirs.fileno()],
@@ -169,6 +189,12 @@ class _Interpreter:
     def ask(self, request: Mapping[str, Any], answers: socket.socket, *outputs: int) -> None:
         """Send a request, with a socket for the answers, and descriptors for output and errors."""
         socket.send_fds(self._requests, [json.dumps(request).encode()], [answers.fileno(), *outputs])
+
+    def run_module(
+        self, *line: str, cwd: Path, environ: Mapping[str, str], timeout: float
+    ) -> subprocess.CompletedProcess[str]:
+        """Run a module with arguments in a fork; keep errors apart."""
+        return _kept_apart(line, lambda files: self.run(line, cwd, environ, files, timeout))
 
     def run(
         self,
