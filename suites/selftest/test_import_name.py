@@ -17,6 +17,7 @@ import pytest
 import lockstep
 from lockstep import _alias
 from suites.selftest.project import Run, copy_project, run_pytest
+from suites.selftest.warm_pytest import Interpreter, run_module
 
 PACKAGE = {"__init__.py": "THEIRS = 'theirs'\n", "plugin.py": "from harness import THEIRS\n"}
 TEST = "import harness.plugin\ndef test_theirs(): assert harness.plugin.THEIRS == 'theirs'\n"
@@ -66,24 +67,20 @@ WITHOUT_OTHERS = [f"-pno:{each.name}" for each in entry_points(group="pytest11")
 LAYOUTS = [at_root, in_pythonpath, in_src, beside_deep_tests, without_init, of_a_variable]
 
 
-@pytest.mark.parametrize("module", [True, False], ids=["python -m pytest", "pytest"])
+@pytest.fixture(scope="module", params=[(), ("-P",)], ids=["python -m pytest", "pytest"])
+def interpreter(request: pytest.FixtureRequest) -> Interpreter:
+    """An interpreter that has imported pytest, and nothing of ours; the program `pytest` has a safe path."""
+    return Interpreter(["pytest"], python=(sys.executable, *request.param))
+
+
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_a_project_keeps_its_own_package(
-    tmp_path: Path, layout: Callable[[Path], None], module: bool, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, layout: Callable[[Path], None], interpreter: Interpreter
 ) -> None:
     layout(tmp_path)
-    monkeypatch.setenv("PYTHONPATH", f"{tmp_path}/elsewhere" if layout is of_a_variable else "")
-    arguments = ["-m", "pytest"] if module else ["-c", "import pytest; pytest.console_main()"]
-    environ = {**os.environ, "PYTHONSAFEPATH": ""} if module else {**os.environ, "PYTHONSAFEPATH": "1"}
-    done = subprocess.run(
-        [sys.executable, *arguments, "-p", "no:cacheprovider", *WITHOUT_OTHERS],
-        cwd=tmp_path,
-        env=environ,
-        capture_output=True,
-        text=True,
-        timeout=180,
-        check=False,
-    )
+    environ = {**os.environ, "PYTHONPATH": f"{tmp_path}/elsewhere" if layout is of_a_variable else ""}
+    options = ("-p", "no:cacheprovider", *WITHOUT_OTHERS)
+    done = interpreter.run_module("pytest", *options, cwd=tmp_path, environ=environ, timeout=180)
     assert "1 passed" in done.stdout, done.stdout + done.stderr
 
 
@@ -226,26 +223,15 @@ def test_the_commands_run_by_both_names(tmp_path: Path, name: str) -> None:
 
 
 def test_engines_are_refused_where_the_plugin_is_blocked(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "pytest", "-p", "lockstep.conformance.plugin", "-p", "no:lockstep"]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=180, check=False)
+    done = run_module("pytest", "-p", "lockstep.conformance.plugin", "-p", "no:lockstep", cwd=tmp_path)
     assert "`-p no:lockstep` blocks the plugin that runs them: remove it" in done.stderr
     assert done.returncode == pytest.ExitCode.USAGE_ERROR
 
 
 def test_a_checkout_tests_engines_beside_another_package(tmp_path: Path) -> None:
     at_root(tmp_path)
-    words = [
-        "conformance",
-        "--engine",
-        "lockstep",
-        "--backend",
-        "shm",
-        "suites/pure_fp16",
-        "-k",
-        "no_offload",
-    ]
-    command = [sys.executable, "-m", "lockstep", *words]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120, check=False)
+    words = ("conformance", "--engine=lockstep", "--backend=shm", "suites/pure_fp16", "-k", "no_offload")
+    done = run_module("lockstep", *words, cwd=tmp_path)
     assert "1 passed" in done.stdout.splitlines()[-1], done.stdout + done.stderr
     assert (tmp_path / "conformance-report/conformance.json").exists()
 
