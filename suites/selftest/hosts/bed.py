@@ -15,6 +15,7 @@ import socket
 import subprocess
 import sys
 import time
+import uuid
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cache
@@ -22,6 +23,8 @@ from itertools import count
 from pathlib import Path
 
 from suites.selftest.project import copy_project, processes_with, wait_for
+from suites.selftest.warm_interpreter import NAMESPACE
+from suites.selftest.warm_pytest import WarmPopen, is_warm
 
 NAMES = ("a", "b")
 SECRET = "a secret of tests, and of nothing else"
@@ -68,7 +71,7 @@ class Bed:
     path: Path
     addresses: tuple[str, str]
     namespaces: tuple[str, ...] = ()
-    mark: str = field(default_factory=lambda: f"bed-{os.getpid()}-{next(_numbers)}")
+    mark: str = field(default_factory=lambda: uuid.uuid4().hex)
     started: list[subprocess.Popen[str]] = field(default_factory=list)
     port: int = field(default_factory=_free_port)
     """Of node 0, where by hand the hosts meet."""
@@ -98,19 +101,29 @@ class Bed:
             (self.directory(host) / name).write_text(text)
 
     def start(self, host: int, *command: str, **environ: str) -> subprocess.Popen[str]:
-        """Start a command on a host, in its directory, as a job of its own."""
+        """Start a command `[python, "-m", MODULE, ...]` on a host, in its directory, as a job of its own.
+
+        It is a fork of a warm interpreter, but for one that would read something at its start.
+        """
         own = {
             "TMPDIR": str(self.directory(host) / "tmp"),
             "LOCKSTEP_TEST_MARK": self.mark,
             "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1",
             "HOME": str(self.path / "home"),  # which the hosts of a cluster share
         }
-        enter = ("ip", "netns", "exec", self.namespaces[host]) if self.namespaces else ()
+        variables = {**os.environ, **own, **environ}
+        enter: tuple[str, ...] = ()
+        start: type[subprocess.Popen[str]] = subprocess.Popen
+        if "PYTHONPATH" not in environ and is_warm(variables):
+            start = WarmPopen
+            variables |= {NAMESPACE: self.namespaces[host]} if self.namespaces else {}
+        elif self.namespaces:
+            enter = ("ip", "netns", "exec", self.namespaces[host])
         with open(self.path / f"{len(self.started)}.output", "w") as output:
-            process = subprocess.Popen(
+            process = start(
                 [*enter, *command],
                 cwd=self.directory(host),
-                env={**os.environ, **own, **environ},
+                env=variables,
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=subprocess.STDOUT,
