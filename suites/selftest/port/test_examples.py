@@ -6,21 +6,20 @@ import os
 import re
 import shutil
 import socket
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from lockstep.port.module import port
 from suites.selftest.project import PROJECTS, Run, run_pytest
+from suites.selftest.warm_pytest import run_module
 
 EXAMPLES = Path(__file__).parents[3] / "examples" / "porting"
 KINDS = ("multi_process", "continuous", "spawn", "torchrun", "deepspeed", "pool")
 
 # The launchers start new interpreters, which import torch for seconds. Here all processes are forked from one
-# that has: a pytest for the launchers that tests call, and what torchrun starts, one for each rank with these
-# variables.
+# that has, this program: a pytest for the launchers that tests call, and what torchrun starts, one for each
+# rank with these variables.
 ORIGINALS = """
 import multiprocessing.context, os, sys, pytest, torch
 
@@ -99,19 +98,11 @@ def test_the_originals_pass_under_their_launchers(tmp_path: Path) -> None:
     with socket.socket() as listener:
         listener.bind(("localhost", 0))
         number = listener.getsockname()[1]
-    subprocess.run(
-        [
-            sys.executable,
-            "-c",
-            ORIGINALS,
-            str(number),
-            *(f"{kind}/before" for kind in KINDS if kind != "torchrun"),
-        ],
-        cwd=tmp_path,
-        env=os.environ | {"PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1", "PYTHONPATH": "."},
-        timeout=240,
-        check=True,
-    )
+    (tmp_path / "originals.py").write_text(ORIGINALS)
+    folders = (f"{kind}/before" for kind in KINDS if kind != "torchrun")
+    environ = os.environ | {"PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1", "PYTHONPATH": "."}
+    done = run_module("originals", str(number), *folders, cwd=tmp_path, environ=environ, timeout=240)
+    assert done.returncode == 0, done.stderr
     outputs = {name: (tmp_path / name).read_text() for name in ("launchers", "torchrun-0", "torchrun-1")}
     line = r"^(\d+ passed)(?:, \d+ warnings)? in "
     counts = {name: re.findall(line, text, re.MULTILINE) for name, text in outputs.items()}

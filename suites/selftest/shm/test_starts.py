@@ -15,17 +15,15 @@ from suites.selftest.warm_pytest import run_module
 PROGRAMS = Path(__file__).parents[1] / "projects" / "shm"
 
 
-def run_program(*args: str) -> subprocess.CompletedProcess[str]:
-    # Of this environment: pytest's import mode does not put the root of the repository on the path.
-    environ = {**os.environ, "PYTHONPATH": str(Path(lockstep.shm.__file__).parents[2])}
-    return subprocess.run(
-        [sys.executable, *args], env=environ, text=True, timeout=120, capture_output=True, check=False
-    )
+def environment() -> dict[str, str]:
+    """Return that of a program: pytest's import mode does not put the root of the repository on the path."""
+    return {**os.environ, "PYTHONPATH": str(Path(lockstep.shm.__file__).parents[2])}
 
 
 def test_torchrun_with_a_plain_script() -> None:
     options = ("--nproc-per-node=2", "--master-addr=127.0.0.1", "--master-port=0")
-    done = run_program("-m", "torch.distributed.run", "--standalone", *options, str(PROGRAMS / "train.py"))
+    program = ("--standalone", *options, str(PROGRAMS / "train.py"))
+    done = run_module("torch.distributed.run", *program, cwd=PROGRAMS, environ=environment())
     assert done.returncode == 0, done.stderr
     assert sorted(done.stdout.splitlines()) == [
         "rank 0 of 2: [[1.5, 1.5]]",
@@ -51,7 +49,14 @@ def test_a_rank_alone_on_a_hash_store() -> None:
         "print(tensor.tolist(), dist.get_backend(), dist.get_backend_config())\n"
         "dist.destroy_process_group()\n"
     )
-    done = run_program("-c", code)
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        env=environment(),
+        text=True,
+        timeout=120,
+        capture_output=True,
+        check=False,
+    )
     assert (done.stdout, done.stderr) == ("[1.0, 1.0] shm cpu:shm\n", "")
 
 
