@@ -21,7 +21,7 @@ from lockstep.flight_entries import DEFAULT_GROUP
 from lockstep.protocol import Finished, RankStatus
 from lockstep.world.clock import Clock
 from lockstep.world.outcome import RankOutcome
-from suites.selftest.project import copy_project, line_of, run_pytest
+from suites.selftest.project import WITHOUT_PLUGINS, copy_project, line_of, run_pytest
 
 if TYPE_CHECKING:
     from suites.selftest.fault_session import FaultSession
@@ -163,7 +163,7 @@ def test_a_wait_that_ends_by_itself_or_has_just_begun_is_not() -> None:
 
 
 def test_an_unmatched_send_on_shm_fails_in_a_world_of_gloo(tmp_path: Path) -> None:
-    run = run_pytest(copy_project("shm_in_gloo", tmp_path), "test_gloo.py")
+    run = run_pytest(copy_project("shm_in_gloo", tmp_path), "test_gloo.py", **WITHOUT_PLUGINS)
     (failure,) = (child for child in run.case("test_unmatched") if child.tag == "failure")
     place = f"test_gloo.py:{line_of('isend', run.path / 'test_gloo.py')}"
     sentence = f"left isend to rank 1 (float32 [2]) at {place} in flight: it was not received"

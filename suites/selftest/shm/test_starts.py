@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import lockstep.shm
@@ -41,7 +39,7 @@ def test_forked_and_spawned_ranks_on_each_store(tmp_path: Path) -> None:
     )
 
 
-def test_a_rank_alone_on_a_hash_store() -> None:
+def test_a_rank_alone_on_a_hash_store(tmp_path: Path) -> None:
     code = (
         "import torch, torch.distributed as dist, lockstep.shm\n"
         "dist.init_process_group('shm', store=dist.HashStore(), rank=0, world_size=1)\n"
@@ -49,14 +47,8 @@ def test_a_rank_alone_on_a_hash_store() -> None:
         "print(tensor.tolist(), dist.get_backend(), dist.get_backend_config())\n"
         "dist.destroy_process_group()\n"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", code],
-        env=environment(),
-        text=True,
-        timeout=120,
-        capture_output=True,
-        check=False,
-    )
+    (tmp_path / "alone.py").write_text(code)
+    done = run_module("alone", cwd=tmp_path, environ=environment())
     assert (done.stdout, done.stderr) == ("[1.0, 1.0] shm cpu:shm\n", "")
 
 
