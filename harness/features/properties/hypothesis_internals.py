@@ -77,7 +77,7 @@ def exclude_from_explanations(*folders: str) -> None:
 
 @contextlib.contextmanager
 def unexplained() -> Iterator[None]:
-    """Keep lines that run meanwhile out of the explain phase.
+    """Keep the lines that run inside out of the explain phase.
 
     If it moves: what `Tracer.__enter__` installs.
     """
