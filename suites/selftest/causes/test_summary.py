@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from lockstep.features.causes.causes import Ran, cause_of, narrow
+from lockstep.features.causes.causes import LONGEST_MESSAGE, Ran, cause_of, narrow
 from lockstep.features.causes.summary import Cause, Failed, Summary, lines
 from lockstep.reporting.pytest_internals import ReprFileLocation
 from suites.selftest.project import PROJECTS, Project, line_of
@@ -136,6 +136,11 @@ def test_the_most_frequent_causes_are_shown_with_one_command_for_all_if_there_is
 def test_numbers_shapes_and_folders_are_left_out(message: str, what: str) -> None:
     kind = message.partition(":")[0]
     assert cause_of(f"E   {message}\nmine/engine.py:7: {kind}") == ("mine/engine.py:7", what)
+
+
+def test_a_message_of_one_long_word_is_read_once() -> None:
+    _, what = cause_of(f"E   ValueError: {'x' * 10**6}\na.py:7: ValueError")
+    assert what == f"ValueError: {'x' * 10**6}"[:LONGEST_MESSAGE] + " ..."
 
 
 def test_the_first_exception_of_a_chain_is_the_cause() -> None:
