@@ -41,9 +41,18 @@ IMPORTS = {
         ("torch._dynamo",),
     ),
     **dict.fromkeys(("test_caches", "test_compiler"), ("torch._inductor.compile_fx",)),
+    "injection": ("lockstep.features.injection.injector",),
+    "test_properties": ("torch._dynamo", "torch.distributed.tensor"),
     "test_blocks": (
-        *("functorch.compile", "torch._dynamo.debug_utils", "torch._inductor.codecache"),
+        *(
+            "functorch.compile",
+            "torch._dynamo.debug_utils",
+            "torch._inductor.codecache",
+            "torch.export._trace",
+        ),
+        *("torch._inductor.pattern_matcher", "torch._inductor.debug", "torch._inductor.compiler_bisector"),
         *("torch.distributed.tensor.experimental._attention", "torch.nn.attention.flex_attention"),
+        *("torch.fx.experimental.validator", "lockstep.assertions", "lockstep.engine"),
     ),
 }
 """What all sessions of a folder, or of a file, import: it takes longer than to import torch."""

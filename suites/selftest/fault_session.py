@@ -77,9 +77,11 @@ def run_faults(
         fresh: run a new interpreter.
     """
     copy_faults(name, path)
-    loaded = [f"-p{plugin}" for plugin in ("lockstep.plugin", *plugins, "healthy", "stopwatch")]
+    loaded = [f"-p{plugin}" for plugin in plugins]
     options = ("--junitxml=report.xml", "-ra", "--world-timeout=30", f"--backend={backend}")
-    environ = os.environ | {"PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
+    # Not with -p: all installed distributions are looked through for each plugin, in each new rank.
+    modules = {"PYTEST_PLUGINS": "lockstep.plugin,healthy,stopwatch"}
+    environ = os.environ | {"PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"} | modules
     status, output = run_to_end((*loaded, *options), path, environ, timeout=300, fresh=fresh)
     return FaultSession(path, read_verdicts(path), output, status, backend)
 
