@@ -66,11 +66,14 @@ class Bed:
     Attributes:
         addresses: of the two.
         namespaces: their names; empty where the hosts are two addresses of the loopback.
+        warm: whether a process is a fork of a warm interpreter, but for one that would read something at its
+            start. Its `/proc/PID/environ` is that of the interpreter.
     """
 
     path: Path
     addresses: tuple[str, str]
     namespaces: tuple[str, ...] = ()
+    warm: bool = False
     mark: str = field(default_factory=lambda: uuid.uuid4().hex)
     started: list[subprocess.Popen[str]] = field(default_factory=list)
     port: int = field(default_factory=_free_port)
@@ -101,10 +104,7 @@ class Bed:
             (self.directory(host) / name).write_text(text)
 
     def start(self, host: int, *command: str, **environ: str) -> subprocess.Popen[str]:
-        """Start a command `[python, "-m", MODULE, ...]` on a host, in its directory, as a job of its own.
-
-        It is a fork of a warm interpreter, but for one that would read something at its start.
-        """
+        """Start a command `[python, "-m", MODULE, ...]` on a host, in its directory, as a job of its own."""
         own = {
             "TMPDIR": str(self.directory(host) / "tmp"),
             "LOCKSTEP_TEST_MARK": self.mark,
@@ -114,7 +114,7 @@ class Bed:
         variables = {**os.environ, **own, **environ}
         enter: tuple[str, ...] = ()
         start: type[subprocess.Popen[str]] = subprocess.Popen
-        if "PYTHONPATH" not in environ and is_warm(variables):
+        if self.warm and "PYTHONPATH" not in environ and is_warm(variables):
             start = WarmPopen
             variables |= {NAMESPACE: self.namespaces[host]} if self.namespaces else {}
         elif self.namespaces:
@@ -197,14 +197,14 @@ def behind_dashes(arguments: Sequence[str]) -> tuple[str, ...]:
 
 
 @contextlib.contextmanager
-def two_hosts(path: Path) -> Iterator[Bed]:
+def two_hosts(path: Path, warm: bool = False) -> Iterator[Bed]:
     """Make two hosts, in namespaces where that can be; end all of theirs with the block."""
     with contextlib.ExitStack() as stack:
         if can_make_namespaces():
             namespaces = stack.enter_context(_two_namespaces())
-            bed = Bed(path, ("10.77.0.1", "10.77.0.2"), namespaces)
+            bed = Bed(path, ("10.77.0.1", "10.77.0.2"), namespaces, warm)
         else:
-            bed = Bed(path, ("127.0.0.1", "127.0.0.2"))
+            bed = Bed(path, ("127.0.0.1", "127.0.0.2"), warm=warm)
         stack.callback(bed.kill)
         yield bed
 

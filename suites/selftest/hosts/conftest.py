@@ -14,7 +14,7 @@ from suites.selftest.hosts.bed import Bed, two_hosts
 @pytest.fixture
 def bed() -> Iterator[Bed]:
     """Two hosts for one test; nothing stays behind on either."""
-    with tempfile.TemporaryDirectory(prefix="lockstep-") as path, two_hosts(Path(path)) as bed:
+    with tempfile.TemporaryDirectory(prefix="lockstep-") as path, two_hosts(Path(path), warm=True) as bed:
         yield bed
         bed.assert_nothing_is_left()
 
@@ -22,5 +22,5 @@ def bed() -> Iterator[Bed]:
 @pytest.fixture(scope="module")
 def shared_bed() -> Iterator[Bed]:
     """Two hosts for all tests of a file."""
-    with tempfile.TemporaryDirectory(prefix="lockstep-") as path, two_hosts(Path(path)) as bed:
+    with tempfile.TemporaryDirectory(prefix="lockstep-") as path, two_hosts(Path(path), warm=True) as bed:
         yield bed

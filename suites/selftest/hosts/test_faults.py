@@ -15,7 +15,7 @@ from suites.selftest.hosts.bed import two_hosts
 @pytest.fixture(scope="module")
 def faults() -> Iterator[FaultSession]:
     """One session over `projects/faults/hosts`, rank 0 on host a, rank 1 on host b."""
-    with tempfile.TemporaryDirectory(prefix="lockstep-") as path, two_hosts(Path(path)) as bed:
+    with tempfile.TemporaryDirectory(prefix="lockstep-") as path, two_hosts(Path(path), warm=True) as bed:
         for host in range(2):
             copy_faults("hosts", bed.directory(host))
         with (bed.directory(1) / "test_other_code.py").open("a") as file:

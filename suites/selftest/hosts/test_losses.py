@@ -64,7 +64,7 @@ class Loser:
 @pytest.fixture(scope="module")
 def run() -> Iterator[Run]:
     """One session in which host b is lost three times, and is back twice."""
-    with tempfile.TemporaryDirectory(prefix="lockstep-") as path, two_hosts(Path(path)) as bed:
+    with tempfile.TemporaryDirectory(prefix="lockstep-") as path, two_hosts(Path(path), warm=True) as bed:
         bed.copy("hosts_lost")
         other = bed.by_hand(1)
         node_0 = bed.by_hand(0, "--junitxml=report.xml", "-o", "junit_family=xunit1")

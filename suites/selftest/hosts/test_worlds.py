@@ -15,7 +15,10 @@ from suites.selftest.project import Run
 
 @pytest.fixture(scope="module")
 def run() -> Iterator[Run]:
-    """One session of the project on two hosts of two ranks, whose secret is in a variable."""
+    """One session of the project on two hosts of two ranks, whose secret is in a variable.
+
+    They are new interpreters: a test looks at the environment that the kernel shows of a rank.
+    """
     with tempfile.TemporaryDirectory(prefix="lockstep-") as path, two_hosts(Path(path)) as bed:
         bed.copy("hosts_worlds")
         (bed.path / "shared").mkdir()
