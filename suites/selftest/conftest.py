@@ -44,13 +44,9 @@ IMPORTS = {
     "injection": ("lockstep.features.injection.injector",),
     "test_properties": ("torch._dynamo", "torch.distributed.tensor"),
     "test_blocks": (
-        *(
-            "functorch.compile",
-            "torch._dynamo.debug_utils",
-            "torch._inductor.codecache",
-            "torch.export._trace",
-        ),
-        *("torch._inductor.pattern_matcher", "torch._inductor.debug", "torch._inductor.compiler_bisector"),
+        *("functorch.compile", "torch._dynamo.debug_utils", "torch._inductor.codecache"),
+        *("torch.export._trace", "torch._inductor.pattern_matcher", "torch._inductor.debug"),
+        "torch._inductor.compiler_bisector",
         *("torch.distributed.tensor.experimental._attention", "torch.nn.attention.flex_attention"),
         *("torch.fx.experimental.validator", "lockstep.assertions", "lockstep.engine"),
     ),

@@ -14,6 +14,7 @@ import sys
 import tempfile
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, fields
+from importlib.metadata import requires
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,7 @@ from suites.selftest.warm_interpreter import FOR_A_SERVER, OF_SESSIONS
 PROJECT = Path(__file__).parents[3]
 SECONDS, RANKS = 60.0, 120.0
 """The time that an attempt may take, and one that starts ranks: a quiet machine needs 0.1 s, and 3 s."""
-PEAK_MIB = 950
+PEAK_MIB = 950 if any("cuda" in each for each in requires("torch") or ()) else 700
 """The memory that each process may use at its peak; a rank has about 280, and with torch for CUDA 840."""
 FIFO = None
 """Stands for the contents of a file that is a FIFO, which no process writes to."""

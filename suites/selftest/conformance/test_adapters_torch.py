@@ -178,6 +178,7 @@ def test_what_an_engine_lacks_is_not_offered_by_name(world, name, settings, capa
 def test_torchs_wrapper_cannot_offload_without_accelerator(world):
     """Where torch fixes it, the adapter may offer it."""
     offload = fsdp.CPUOffload(offload_params=True)
+    # The second is what a torch built for CUDA says.
     with pytest.raises(RuntimeError, match=r"accelerator|Found no NVIDIA driver"):
         fsdp.FullyShardedDataParallel(nn.Linear(2, 2), cpu_offload=offload, device_id=world.device)(
             torch.ones(1, 2)

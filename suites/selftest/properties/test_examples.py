@@ -174,14 +174,19 @@ def test_a_group_that_a_failure_has_broken_is_made_again(
     def repair() -> None:
         repairs.append("made again")
 
+    def later() -> int:
+        return 1
+
     peers.rank.repair = repair
     # As the explain phase does, which lists lines that only failing examples run.
-    with Tracer(should_trace=True) as tracer, pytest.raises(ValueError, match="wrong"):
-        peers.run(fail)
+    with Tracer(should_trace=True) as tracer:
+        with pytest.raises(ValueError, match="wrong"):
+            peers.run(fail)
+        later()
     assert repairs == ["made again"]
-    seen = {place for _, place in tracer.branches}
-    assert any(file == fail.__code__.co_filename for file, _ in seen)
-    assert (__file__, repair.__code__.co_firstlineno + 1) not in seen
+    seen = {line for _, (file, line) in tracer.branches if file == __file__}
+    assert later.__code__.co_firstlineno + 1 in seen
+    assert repair.__code__.co_firstlineno + 1 not in seen
 
 
 def test_a_search_counts_the_time_of_examples_in_which_others_only_waited(tmp_path: Path) -> None:
