@@ -55,6 +55,7 @@ _TORCH_PROCESSES = (
 # Threads that serve a process to its end, by the name of the thread or of its class.
 _INFRASTRUCTURE = {
     "InductorSubproc",  # reads what torch's compile worker answers
+    "InductorSubprocHealth",  # asks torch's compile worker whether it lives, from torch 2.15 on
     "InductorPool",  # compiles kernels; named so by features/compiles
     "TMonitor",  # tqdm's, one for all progress bars
     "destroys-groups",  # ours, of a group of gloo that never ends

@@ -1,4 +1,4 @@
-"""Private names of multiprocessing and subprocess that a rank uses. Seen in Python 3.11 to 3.13.
+"""Private names of multiprocessing and subprocess that a rank uses. Seen in Python 3.11 to 3.14.
 
 Runs inside a rank; standard library only.
 """
