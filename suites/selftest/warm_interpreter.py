@@ -61,6 +61,7 @@ WORKER = "import sys;exec(eval(sys.stdin.readline()))"
 """How the program of a worker of pytest-xdist begins."""
 PROGRAMS = (
     "from multiprocessing.forkserver import main; ",
+    "import sys; from multiprocessing.forkserver import main; ",  # of Python 3.14
     "from multiprocessing.spawn import spawn_main; ",
     WORKER,
 )

@@ -35,7 +35,7 @@ def test_ends_what_it_starts(world, tmp_path):
 
 
 def test_data_loader(world):
-    loader = torch.utils.data.DataLoader(range(8), num_workers=2, collate_fn=lambda items: sum(items))
+    loader = torch.utils.data.DataLoader(range(8), num_workers=2, collate_fn=sum)
     assert sum(loader) == 28
 
 
