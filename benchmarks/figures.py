@@ -7,6 +7,7 @@ import math
 import os
 import platform
 import shlex
+import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -62,7 +63,22 @@ def describe_machine() -> dict[str, Any]:
         "torch": version("torch"),
         "cores": len(os.sched_getaffinity(0)),
         "load": round(os.getloadavg()[0], 1),
+        "commit": commit(ROOT),
     }
+
+
+def commit(root: Path) -> str:
+    """Return what is checked out, such as "55d199b5", or "55d199b5 and changes" if a file differs.
+
+    Pages and published figures may differ: `publish.py` writes them between one benchmark and the next.
+    """
+    git = ["git", "-C", str(root)]
+    short = subprocess.run(
+        [*git, "rev-parse", "--short=8", "HEAD"], capture_output=True, text=True, check=True
+    ).stdout.strip()
+    pages = (":!docs", ":!README.md", ":!benchmarks/published")
+    differs = subprocess.run([*git, "diff", "--quiet", "HEAD", "--", ".", *pages], check=False).returncode
+    return f"{short} and changes" if differs else short
 
 
 def write_json(

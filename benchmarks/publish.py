@@ -2,7 +2,7 @@
 
     python benchmarks/publish.py [NAME ...]     run these, all by default, and publish what they measure
                 --from DIR                      publish DIR/NAME.json, which a run with --json has written
-                --list                          show names, commands, pages and age, and run nothing
+                --list                          show names, commands, pages, age and commit, and run nothing
                 --check                         exit 1 if a page differs from the figures that are kept
 
 A block of a page lies between two comments, `<!-- figures: engine (ratios, memory) -->` and
@@ -85,7 +85,8 @@ def text_of(figures: dict[str, Any], tables: Sequence[str]) -> str:
     machine = "Python {python}, torch {torch}, {cores} cores, load before it {load}".format(
         **figures["machine"]
     )
-    measured = f"`{figures['command']}`, {figures['date']}: {machine}."
+    commit = f", commit {figures['machine']['commit']}" if "commit" in figures["machine"] else ""
+    measured = f"`{figures['command']}`, {figures['date']}{commit}: {machine}."
     return "\n" + "\n\n".join([*shown, measured]) + "\n\n"
 
 
@@ -140,16 +141,18 @@ def run(root: Path, name: str) -> Path:
 
 
 def table_of_names(root: Path) -> Table:
-    """Return what there is: names, commands, pages, and days since it was measured."""
+    """Return what there is: names, commands, pages, days since it was measured, and the commit."""
     rows = []
     for name, line in FIGURES.items():
         pages = {str(block.page.relative_to(root)): None for block in blocks(root) if block.name == name}
         path = root / KEPT / f"{name}.json"
-        age = "never"
+        age = commit = "never"
         if path.exists():
-            age = f"{(date.today() - date.fromisoformat(kept(root, name)['date'])).days} days"
-        rows.append([name, line, ", ".join(pages) or "none", age])
-    return Table(["name", "benchmark", "pages", "age"], rows)
+            figures = kept(root, name)
+            age = f"{(date.today() - date.fromisoformat(figures['date'])).days} days"
+            commit = figures["machine"].get("commit", "not kept")
+        rows.append([name, line, ", ".join(pages) or "none", age, commit])
+    return Table(["name", "benchmark", "pages", "age", "commit"], rows)
 
 
 def main() -> int:

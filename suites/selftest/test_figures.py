@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import json
 import re
+import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -119,7 +120,7 @@ One takes 1.5 ms.
 FIGURES = {
     "command": "python benchmarks/sample.py",
     "date": "2026-11-26",
-    "machine": {"python": "3.11.7", "torch": "2.13.0", "cores": 2, "load": 0.1},
+    "machine": {"python": "3.11", "torch": "2.13", "cores": 2, "load": 1, "commit": "55d199"},
     "tables": {
         "fast": {"header": ["what", "time"], "rows": [["one", "1.5 ms"]], "note": "Medians."},
         "slow": {"header": ["what"], "rows": [], "note": ""},
@@ -134,7 +135,7 @@ PUBLISHED = """<!-- figures: sample (fast) -->
 
 Medians.
 
-`python benchmarks/sample.py`, 2026-11-26: Python 3.11.7, torch 2.13.0, 2 cores, load before it 0.1.
+`python benchmarks/sample.py`, 2026-11-26, commit 55d199: Python 3.11, torch 2.13, 2 cores, load before it 1.
 
 <!-- end of figures -->
 """
@@ -167,6 +168,21 @@ def test_a_block_that_was_edited_differs(project: Path, monkeypatch: pytest.Monk
     page = project / "README.md"
     page.write_text(page.read_text().replace("| 1.5 ms |", "| 1.4 ms |"))
     assert [block.name for block in module.differing(project)] == ["sample"]
+
+
+def test_figures_name_the_commit_they_are_of(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(PROJECT / "benchmarks")
+    commit = importlib.import_module("figures").commit
+    git = ["git", "-C", str(tmp_path), "-c", "user.name=a", "-c", "user.email=a"]
+    for name in ("engine.py", "README.md"):
+        (tmp_path / name).write_text("")
+    for words in (["init", "-q"], ["add", "."], ["commit", "-qm", "Add an engine"]):
+        subprocess.run([*git, *words], check=True)
+    of_head = subprocess.check_output([*git, "rev-parse", "HEAD"], text=True)[:8]
+    (tmp_path / "README.md").write_text("Published.")
+    assert commit(tmp_path) == of_head
+    (tmp_path / "engine.py").write_text("pass")
+    assert commit(tmp_path) == f"{of_head} and changes"
 
 
 @pytest.mark.parametrize(
