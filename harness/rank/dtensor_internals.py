@@ -10,7 +10,7 @@ import dataclasses
 import functools
 import operator
 import sys
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -22,8 +22,8 @@ _c10d: Any = dist.distributed_c10d
 
 DROP_EVERY = 100
 """Tests after which the results of DTensor's operators are dropped in any case."""
-MAX_KEPT, MAX_TENSORS = 2000, 16
-"""Results that are kept for other meshes, and tensors of each; one of ten tensors has 30 kB."""
+MAX_TENSORS = 20_000
+"""Tensors that the results kept for other meshes have in all, each with 3 kB."""
 # What makes torch know a group by its name, and forget it. If one moves: where functional collectives look
 # the name up.
 _REGISTRATIONS = ("_register_process_group", "_unregister_process_group", "_unregister_all_process_groups")
@@ -114,6 +114,7 @@ class ResultsOnOtherMeshes:
 
     def __init__(self) -> None:
         self._recipes: dict[Hashable, _Recipe] = {}
+        self._num_tensors = 0
 
     def install(self, propagator: Any) -> None:
         """Look up results here before a propagator finds them.
@@ -134,24 +135,31 @@ class ResultsOnOtherMeshes:
             try:
                 arguments = _key(op_schema.args_schema, meshes), _key(op_schema.kwargs_schema, meshes)
                 rules = rules_of(propagator, op_schema.op)
-                key = op_schema.op, rules, arguments, _key_of(meshes), *_key_of_now()
+                places = _places(meshes)
+                key = op_schema.op, rules, arguments, _key_of_all(meshes, places), *_key_of_now()
                 recipe = self._recipes.get(key)
             except _UNKNOWN:
                 return find(propagator, op_schema)
             if recipe is not None:
-                return recipe(meshes[0])
+                return recipe(meshes)
             found = find(propagator, op_schema)
             with contextlib.suppress(*_UNKNOWN):
-                recipe = _recipe(found, meshes[0])
-                if recipe(meshes[0]) == found:  # of another version of torch it might not be
-                    if len(self._recipes) == MAX_KEPT:
-                        self._recipes.clear()
-                    self._recipes[key] = recipe
+                recipe = _recipe(found, places)
+                if recipe(meshes) == found:  # of another version of torch it might not be
+                    self._keep(key, recipe, len(meshes))
             return found
 
         setattr(type(propagator), find.__name__, recall)
         # The cache of the propagator holds the method that this replaces.
         propagator.propagate_op_sharding = type(cached)(propagator.propagate_op_sharding_non_cached)
+
+    def _keep(self, key: Hashable, recipe: _Recipe, num_tensors: int) -> None:
+        """Keep a result; if those of too many tensors are kept, it alone."""
+        self._num_tensors += num_tensors
+        if self._num_tensors > MAX_TENSORS:
+            self._recipes.clear()
+            self._num_tensors = num_tensors
+        self._recipes[key] = recipe
 
 
 def rules_of(propagator: Any, op: Any) -> Hashable:
@@ -167,15 +175,27 @@ def rules_of(propagator: Any, op: Any) -> Hashable:
     return tuple(functions)
 
 
-def _key_of(meshes: Sequence[Any]) -> Hashable:
-    """Return what meshes of other groups of the same ranks have in common; all must be one mesh.
+def _places(meshes: Sequence[Any]) -> dict[int, int]:
+    """Return where each mesh comes first, by its id: others may be equal, over other groups."""
+    places: dict[int, int] = {}
+    for place, mesh in enumerate(meshes):
+        places.setdefault(id(mesh), place)
+    return places
+
+
+def _key_of_all(meshes: Sequence[Any], places: Mapping[int, int]) -> Hashable:
+    """Return what meshes of other groups of the same ranks have in common, and which of them are one mesh."""
+    if not meshes:
+        raise NotKept
+    return tuple(places[id(mesh)] for mesh in meshes), *(_key_of(meshes[place]) for place in places.values())
+
+
+def _key_of(mesh: Any) -> Hashable:
+    """Return what decides of a mesh.
 
     If it moves: what `DeviceMesh.__eq__` compares. `mesh.mesh` would run operators.
     """
-    if not 0 < len(meshes) <= MAX_TENSORS or any(mesh is not meshes[0] for mesh in meshes):
-        raise NotKept
-    mesh, place = meshes[0], meshes[0].get_coordinate()
-    ranks = mesh._layout, mesh._flatten_rank_map
+    place, ranks = mesh.get_coordinate(), (mesh._layout, mesh._flatten_rank_map)
     return mesh.device_type, mesh.mesh_dim_names, ranks, place if place is None else _key(tuple(place), [])
 
 
@@ -223,35 +243,36 @@ def _state(value: Any) -> dict[str, Any]:
     return {name: each for name, each in vars(value).items() if name not in ("mesh", "_hash")}
 
 
-_Recipe = Callable[[Any], Any]
+_Recipe = Callable[[Sequence[Any]], Any]
 
 
-def _recipe(value: Any, mesh: Any) -> _Recipe:
-    """Return what makes an equal value on another mesh, and refers to none."""
+def _recipe(value: Any, places: Mapping[int, int]) -> _Recipe:
+    """Return what makes an equal value of other meshes in the same places, and refers to none."""
     if isinstance(value, _PLAIN):
         return lambda _: value
     kind = type(value)
     if kind in (list, tuple, torch.Size):
-        parts = [_recipe(each, mesh) for each in value]
-        return lambda other: kind([part(other) for part in parts])
+        parts = [_recipe(each, places) for each in value]
+        return lambda others: kind([part(others) for part in parts])
     if kind is dict:
-        items = {name: _recipe(each, mesh) for name, each in value.items()}
-        return lambda other: {name: part(other) for name, part in items.items()}
+        items = {name: _recipe(each, places) for name, each in value.items()}
+        return lambda others: {name: part(others) for name, part in items.items()}
     if kind.__name__ == "OpSchema":
-        given = [_recipe(each, mesh) for each in (value.args_schema, value.kwargs_schema)]
+        given = [_recipe(each, places) for each in (value.args_schema, value.kwargs_schema)]
         op, info = value.op, value.schema_info
-        return lambda other: kind(op, *(part(other) for part in given), info)
+        return lambda others: kind(op, *(part(others) for part in given), info)
     if kind.__name__ == "OutputSharding":
-        fields = {field.name: _recipe(getattr(value, field.name), mesh) for field in dataclasses.fields(kind)}
-        return lambda other: kind(**{name: part(other) for name, part in fields.items()})
+        fields = {each.name: _recipe(getattr(value, each.name), places) for each in dataclasses.fields(kind)}
+        return lambda others: kind(**{name: part(others) for name, part in fields.items()})
     state = _state(value)
     _key(value.placements, [])
-    if value.mesh is not mesh:
+    place = places.get(id(value.mesh))
+    if place is None:
         raise NotKept
 
-    def spec_on(other: Any) -> Any:
+    def spec_of(others: Sequence[Any]) -> Any:
         spec = object.__new__(kind)
-        vars(spec).update(state, mesh=other, _hash=None)
+        vars(spec).update(state, mesh=others[place], _hash=None)
         return spec
 
-    return spec_on
+    return spec_of

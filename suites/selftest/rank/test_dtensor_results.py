@@ -20,7 +20,7 @@ from torch.distributed.tensor._redistribute import use_min_cost_redistribution_p
 from torch.distributed.tensor.experimental import register_sharding
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from lockstep.rank.dtensor_internals import NotKept, rules_of
+from lockstep.rank.dtensor_internals import MAX_TENSORS, NotKept, ResultsOnOtherMeshes, rules_of
 
 pytestmark = pytest.mark.ranks(2)
 ALONE = pytest.mark.ranks(1, group=False)
@@ -49,10 +49,16 @@ def double():
     torch.set_default_dtype(torch.float32)
 
 
-def test_an_operator_runs_on_fake_tensors_once_for_all_meshes(make_mesh, monkeypatch):
+@pytest.fixture
+def modes(monkeypatch):
+    """The modes in which operators have run on fake tensors."""
     modes: list[FakeTensorMode] = []
     enter = FakeTensorMode.__enter__
     monkeypatch.setattr(FakeTensorMode, "__enter__", lambda mode: modes.append(mode) or enter(mode))
+    return modes
+
+
+def test_an_operator_runs_on_fake_tensors_once_for_all_meshes(make_mesh, modes):
     num_modes = []
     for shape in [(3, 2), (3, 2), (2, 3)]:
         sharded = DTensor.from_local(torch.ones(shape), make_mesh(), [Shard(0)])
@@ -67,6 +73,27 @@ def test_results_have_the_mesh_of_their_arguments(make_mesh):
         square = ones.reshape(2, 2)
         assert (square @ square).device_mesh is mesh
         assert (square @ square).full_tensor().tolist() == [[2, 2], [2, 2]]
+
+
+def test_arguments_may_be_on_several_meshes_of_the_same_ranks(make_mesh, modes):
+    num_modes, places = [], []
+    for _ in range(2):
+        pair = [make_mesh(), make_mesh()]
+        sharded = [DTensor.from_local(torch.ones(3), mesh, [Shard(0)]) for mesh in pair * 10]
+        scaled = torch._foreach_mul(sharded, 3.0)
+        assert [each.full_tensor().tolist() for each in scaled] == [[3.0] * 6] * 20
+        places.append([[each.device_mesh is mesh for mesh in pair] for each in scaled])
+        num_modes.append(len(modes))
+    assert 0 < num_modes[0] == num_modes[1]
+    assert places[0] == places[1]
+
+
+def test_results_of_too_many_tensors_are_dropped():
+    results, kept = ResultsOnOtherMeshes(), []
+    for name, num_tensors in [("a", MAX_TENSORS - 1), ("b", 1), ("c", 2), ("d", MAX_TENSORS - 2), ("e", 1)]:
+        results._keep(name, len, num_tensors)
+        kept.append("".join(results._recipes))
+    assert kept == ["a", "ab", "c", "cd", "e"]
 
 
 def test_no_result_keeps_a_mesh(world):
