@@ -27,7 +27,9 @@ from figures import Table, describe_machine, write_json
 
 FILES_OF_A_PASS_AT_MOST = 9
 CALLS_OF_A_PASS_AT_MOST = 140
-FILES_OF_A_TEST_AT_MOST = {"controller": 13, "rank": 14}
+# In a rank three came after the first 14: the guard of accelerators, which restores how torch computes, with
+# private names of torch, and results of DTensor's operators.
+FILES_OF_A_TEST_AT_MOST = {"controller": 13, "rank": 17}
 
 STEP = """
 import json, sys
