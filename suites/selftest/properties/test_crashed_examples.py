@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from lockstep.features.properties.crashed_examples import CrashSearch, find_smallest
+from lockstep.features.properties.crashed_examples import MAX_CRASHES, CrashSearch, find_smallest
 from lockstep.features.properties.messages import CRASHED, FEATURE, CrashedExample, RunningExample, Search
 from lockstep.protocol import Finished, RankStatus, RunItem
 from lockstep.world.diagnosis import Diagnosis
@@ -85,6 +85,14 @@ def test_after_a_late_crash_the_test_runs_without_a_search() -> None:
     assert search.add(_ended_in(_outcome(DIED, seconds=31.0), example_of(b"a")))
     assert not _search_in(search.order(ORDER)).continues
     assert not search.add(_ended_in(_outcome(DIED), example_of(b"b")))
+
+
+def test_a_search_ends_no_more_worlds_than_it_may() -> None:
+    search, continues = CrashSearch(), []
+    for number in range(MAX_CRASHES):
+        assert search.add(_ended_in(_outcome(DIED, seconds=0.0), example_of(str(number).encode())))
+        continues.append(_search_in(search.order(ORDER)).continues)
+    assert continues == [True] * (MAX_CRASHES - 1) + [False]
 
 
 def test_a_search_without_crashes_looks_for_the_smallest_example() -> None:
