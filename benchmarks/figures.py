@@ -68,17 +68,20 @@ def describe_machine() -> dict[str, Any]:
 
 
 def commit(root: Path) -> str:
-    """Return what is checked out, such as "55d199b5", or "55d199b5 and changes" if a file differs.
+    """Return what is checked out, such as "55d199b5", "55d199b5 and changes" if a file differs, or "unknown".
 
     Pages and published figures may differ: `publish.py` writes them between one benchmark and the next.
     """
-    git = ["git", "-C", str(root)]
-    short = subprocess.run(
-        [*git, "rev-parse", "--short=8", "HEAD"], capture_output=True, text=True, check=True
-    ).stdout.strip()
     pages = (":!docs", ":!README.md", ":!benchmarks/published")
-    differs = subprocess.run([*git, "diff", "--quiet", "HEAD", "--", ".", *pages], check=False).returncode
-    return f"{short} and changes" if differs else short
+    texts = []
+    for words in (["rev-parse", "--short=8", "HEAD"], ["status", "--porcelain", "--", ".", *pages]):
+        try:
+            done = subprocess.run(["git", "-C", root, *words], capture_output=True, text=True, check=True)
+        except (OSError, subprocess.CalledProcessError):  # no git, or no checkout
+            return "unknown"
+        texts.append(done.stdout.strip())
+    head, changes = texts
+    return f"{head} and changes" if changes else head
 
 
 def write_json(

@@ -173,6 +173,7 @@ def test_a_block_that_was_edited_differs(project: Path, monkeypatch: pytest.Monk
 def test_figures_name_the_commit_they_are_of(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(PROJECT / "benchmarks")
     commit = importlib.import_module("figures").commit
+    assert commit(tmp_path) == "unknown"
     git = ["git", "-C", str(tmp_path), "-c", "user.name=a", "-c", "user.email=a"]
     for name in ("engine.py", "README.md"):
         (tmp_path / name).write_text("")
@@ -181,7 +182,7 @@ def test_figures_name_the_commit_they_are_of(tmp_path: Path, monkeypatch: pytest
     of_head = subprocess.check_output([*git, "rev-parse", "HEAD"], text=True)[:8]
     (tmp_path / "README.md").write_text("Published.")
     assert commit(tmp_path) == of_head
-    (tmp_path / "engine.py").write_text("pass")
+    (tmp_path / "new.py").write_text("pass")
     assert commit(tmp_path) == f"{of_head} and changes"
 
 
