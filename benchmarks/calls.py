@@ -27,8 +27,8 @@ from figures import Table, describe_machine, write_json
 
 FILES_OF_A_PASS_AT_MOST = 9
 CALLS_OF_A_PASS_AT_MOST = 140
-# In a rank three came after the first 14: the guard of accelerators, which restores how torch computes, with
-# private names of torch, and results of DTensor's operators.
+# In a rank it was 14 before the files of features/accelerators, which restore how torch computes, and
+# rank/dtensor_internals.py.
 FILES_OF_A_TEST_AT_MOST = {"controller": 13, "rank": 17}
 
 STEP = """
