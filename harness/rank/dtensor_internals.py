@@ -22,8 +22,8 @@ _c10d: Any = dist.distributed_c10d
 
 DROP_EVERY = 100
 """Tests after which the results of DTensor's operators are dropped in any case."""
-MAX_TENSORS = 20_000
-"""Tensors that the results kept for other meshes have in all, each with 3 kB."""
+MAX_TENSORS = 10_000
+"""Tensors, with 2 kB each, that operators got and returned whose results are kept for other meshes."""
 # What makes torch know a group by its name, and forget it. If one moves: where functional collectives look
 # the name up.
 _REGISTRATIONS = ("_register_process_group", "_unregister_process_group", "_unregister_all_process_groups")
@@ -146,7 +146,7 @@ class ResultsOnOtherMeshes:
             with contextlib.suppress(*_UNKNOWN):
                 recipe = _recipe(found, places)
                 if recipe(meshes) == found:  # of another version of torch it might not be
-                    self._keep(key, recipe, len(meshes))
+                    self._keep(key, recipe, len(meshes) + _num_tensors(found.output_spec))
             return found
 
         setattr(type(propagator), find.__name__, recall)
@@ -154,12 +154,19 @@ class ResultsOnOtherMeshes:
         propagator.propagate_op_sharding = type(cached)(propagator.propagate_op_sharding_non_cached)
 
     def _keep(self, key: Hashable, recipe: _Recipe, num_tensors: int) -> None:
-        """Keep a result; if those of too many tensors are kept, it alone."""
-        self._num_tensors += num_tensors
-        if self._num_tensors > MAX_TENSORS:
+        """Keep a result, in the place of all others if they would have too many tensors together."""
+        if num_tensors > MAX_TENSORS:
+            return
+        if self._num_tensors + num_tensors > MAX_TENSORS:
             self._recipes.clear()
-            self._num_tensors = num_tensors
+            self._num_tensors = 0
         self._recipes[key] = recipe
+        self._num_tensors += num_tensors
+
+
+def _num_tensors(spec: Any) -> int:
+    """Return how many tensors an operator returns."""
+    return sum(map(_num_tensors, spec)) if isinstance(spec, list | tuple) else 1
 
 
 def rules_of(propagator: Any, op: Any) -> Hashable:

@@ -75,25 +75,43 @@ def test_results_have_the_mesh_of_their_arguments(make_mesh):
         assert (square @ square).full_tensor().tolist() == [[2, 2], [2, 2]]
 
 
-def test_arguments_may_be_on_several_meshes_of_the_same_ranks(make_mesh, modes):
-    num_modes, places = [], []
+@pytest.mark.parametrize("order", ["abab", "abba"])
+def test_arguments_may_be_on_several_meshes_of_the_same_ranks(make_mesh, modes, order):
+    num_modes = []
     for _ in range(2):
-        pair = [make_mesh(), make_mesh()]
-        sharded = [DTensor.from_local(torch.ones(3), mesh, [Shard(0)]) for mesh in pair * 10]
+        by_name = {"a": make_mesh(), "b": make_mesh()}
+        meshes = [by_name[name] for name in order * 5]
+        rows = [1, 2, 3, 4] * 5
+        sharded = [
+            DTensor.from_local(torch.ones(n), mesh, [Shard(0)]) for n, mesh in zip(rows, meshes, strict=True)
+        ]
         scaled = torch._foreach_mul(sharded, 3.0)
-        assert [each.full_tensor().tolist() for each in scaled] == [[3.0] * 6] * 20
-        places.append([[each.device_mesh is mesh for mesh in pair] for each in scaled])
+        assert [each.full_tensor().tolist() for each in scaled] == [[3.0] * 2 * n for n in rows]
+        assert [each.device_mesh is mesh for each, mesh in zip(scaled, meshes, strict=True)] == [True] * 20
         num_modes.append(len(modes))
     assert 0 < num_modes[0] == num_modes[1]
-    assert places[0] == places[1]
 
 
 def test_results_of_too_many_tensors_are_dropped():
     results, kept = ResultsOnOtherMeshes(), []
-    for name, num_tensors in [("a", MAX_TENSORS - 1), ("b", 1), ("c", 2), ("d", MAX_TENSORS - 2), ("e", 1)]:
+    for name, num_tensors in [
+        ("a", MAX_TENSORS - 1),
+        ("b", 1),
+        ("c", 2),
+        ("d", MAX_TENSORS + 1),
+        ("e", MAX_TENSORS - 2),
+        ("f", 1),
+    ]:
         results._keep(name, len, num_tensors)
         kept.append("".join(results._recipes))
-    assert kept == ["a", "ab", "c", "cd", "e"]
+    assert kept == ["a", "ab", "c", "c", "ce", "f"]
+
+
+def test_tensors_that_an_operator_returns_count(make_mesh, monkeypatch):
+    kept = []
+    monkeypatch.setattr(ResultsOnOtherMeshes, "_keep", lambda self, key, recipe, num: kept.append(num))
+    DTensor.from_local(torch.ones(6, 4), make_mesh(), [Shard(1)]).unbind(0)
+    assert kept == [1 + 6]
 
 
 def test_no_result_keeps_a_mesh(world):
