@@ -13,6 +13,7 @@ import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
+from torch.torch_version import TorchVersion
 
 import lockstep.shm  # noqa: F401  registers the backend
 from suites.selftest.shm.samples import INTEGERS, LOW, REAL
@@ -240,6 +241,8 @@ KINDS: dict[str, Callable[[Tensors], Started]] = {
         *(reduce_scatter_tensor, gather, scatter, all_to_all, all_to_all_single, message, barrier),
     )
 }
+if TorchVersion(torch.__version__) < (2, 12):
+    del KINDS["all_to_all"]  # gloo does not have it
 
 
 def dtypes_of(kind: str) -> tuple[torch.dtype, ...]:
