@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import gc
 import operator
 import sys
 from collections.abc import Callable, Hashable, Mapping, Sequence
@@ -15,8 +16,10 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+from torch.torch_version import TorchVersion
 
-from lockstep.rank.torch_internals import group_members
+from lockstep.rank.torch_internals import group_members, process_groups
 
 _c10d: Any = dist.distributed_c10d
 
@@ -40,6 +43,10 @@ _HOLDING_MESHES = {
     "_collective_utils": ("MeshTopoInfo.build_from_mesh.cache_clear",),
     "_sharding_prop": ("ShardingPropagator._propagate_tensor_meta_cached.cache_clear",),
 }
+
+# torch 2.11 and 2.12 count one reference too many to what describes the arguments of an operator
+# (`_DTensor_OpSchema_recompute_comparison_key`): their meshes are never freed.
+_KEEPS_MESHES = TorchVersion(torch.__version__) < (2, 13)
 
 # Arguments of operators besides tensors. With others, such as symbolic sizes of a compiler, nothing is kept.
 _PLAIN = (int, float, bool, str, torch.dtype, torch.device, torch.layout, torch.memory_format, type(None))
@@ -82,6 +89,8 @@ class DTensorResults:
         members = [ranks for _, ranks in group_members()]
         if self._is_outdated or len(set(members)) < len(members) or self._num_tests % DROP_EVERY == 0:
             self._drop()
+        if self._is_outdated and _KEEPS_MESHES:
+            _take_ended_groups()
         self._is_outdated = False
 
     def _dropping(self, register: Callable[..., None]) -> Callable[..., None]:
@@ -103,6 +112,19 @@ class DTensorResults:
             for name in names:
                 with contextlib.suppress(AttributeError):  # of another version, or not imported
                     operator.attrgetter(name)(found)()
+
+
+def _take_ended_groups() -> None:
+    """Take from all meshes the groups that have ended, and so the threads that gloo has for each of them.
+
+    If it moves: where `DeviceMesh.get_group` looks a group up.
+    """
+    living = process_groups()
+    for mesh in gc.get_objects():
+        if issubclass(type(mesh), DeviceMesh):  # a proxy may do much to tell its class
+            groups = getattr(mesh, "_pg_registry", {})
+            for name in [name for name, group in groups.items() if group not in living]:
+                del groups[name]
 
 
 class ResultsOnOtherMeshes:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import mmap
+import os
 import weakref
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.experimental import register_sharding
 
-from lockstep.rank.dtensor_internals import DROP_EVERY, DTensorResults
+from lockstep.rank.dtensor_internals import DROP_EVERY, DTensorResults, _take_ended_groups
 
 pytestmark = pytest.mark.ranks(2)
 
@@ -30,6 +31,10 @@ def resident() -> int:
 def mesh_of_result(mesh: DeviceMesh) -> DeviceMesh:
     """Return the mesh of a result on `mesh`: the one of an equal mesh where that result is remembered."""
     return (DTensor.from_local(torch.ones(1), mesh, [Shard(0)]).detach() * 2).device_mesh
+
+
+def count_threads() -> int:
+    return len(os.listdir("/proc/self/task"))
 
 
 def default_mesh() -> DeviceMesh:
@@ -94,6 +99,18 @@ def test_they_are_until_the_groups_change(first_mesh):
 def test_results_of_other_groups_are_forgotten():
     mesh = default_mesh()
     assert mesh_of_result(mesh) is mesh
+
+
+def test_a_mesh_that_torch_keeps_loses_groups_that_have_ended(world):
+    left = [DeviceMesh.from_group(dist.new_group(), "cpu") for _ in range(2)]
+    dist.barrier()
+    dist.destroy_process_group(left[0].get_group())
+    threads = count_threads()
+    _take_ended_groups()
+    assert count_threads() < threads
+    assert [len(mesh._pg_registry) for mesh in left] == [0, 1]
+    dist.barrier()
+    dist.destroy_process_group(left[1].get_group())
 
 
 def parts() -> DTensor:
