@@ -35,7 +35,8 @@ class Plan(by_hand.Plan):
     def __call__(self, batch, microbatches):
         if self.stages == 1:
             return super().__call__(batch, microbatches)
-        tokens, labels = self.mine(batch["tokens"]), self.mine(batch["labels"])
+        # Schedules of torch 2.11 compare strides, too.
+        tokens, labels = self.mine(batch["tokens"]).contiguous(), self.mine(batch["labels"])
         rows, length = tokens.shape[0] // microbatches, tokens.shape[1]
         # Shapes are given, as no expert can count its tokens on the device meta. What does not require a
         # gradient here sends none back.

