@@ -46,7 +46,7 @@ _HOLDING_MESHES = {
 
 # torch 2.11 and 2.12 count one reference too many to what describes the arguments of an operator
 # (`_DTensor_OpSchema_recompute_comparison_key`): their meshes are never freed.
-_KEEPS_MESHES = TorchVersion(torch.__version__) < (2, 13)
+_KEEPS_MESHES = TorchVersion(torch.__version__) < "2.13"
 
 # Arguments of operators besides tensors. With others, such as symbolic sizes of a compiler, nothing is kept.
 _PLAIN = (int, float, bool, str, torch.dtype, torch.device, torch.layout, torch.memory_format, type(None))

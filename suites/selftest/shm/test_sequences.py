@@ -241,7 +241,7 @@ KINDS: dict[str, Callable[[Tensors], Started]] = {
         *(reduce_scatter_tensor, gather, scatter, all_to_all, all_to_all_single, message, barrier),
     )
 }
-if TorchVersion(torch.__version__) < (2, 12):
+if TorchVersion(torch.__version__) < "2.12":
     del KINDS["all_to_all"]  # gloo does not have it
 
 
