@@ -89,7 +89,7 @@ class DTensorResults:
         members = [ranks for _, ranks in group_members()]
         if self._is_outdated or len(set(members)) < len(members) or self._num_tests % DROP_EVERY == 0:
             self._drop()
-        if self._is_outdated and _KEEPS_MESHES:
+        if self._is_outdated and _KEEPS_MESHES and "torch.distributed.tensor" in sys.modules:
             _take_ended_groups()
         self._is_outdated = False
 
@@ -117,13 +117,18 @@ class DTensorResults:
 def _take_ended_groups() -> None:
     """Take from all meshes the groups that have ended, and so the threads that gloo has for each of them.
 
-    If it moves: where `DeviceMesh.get_group` looks a group up.
+    Those are unknown to torch, and only meshes have them: what is out of sight for an adopted test, its guard
+    still has. If it moves: where `DeviceMesh.get_group` looks a group up.
     """
     living = process_groups()
-    for mesh in gc.get_objects():
-        if issubclass(type(mesh), DeviceMesh):  # a proxy may do much to tell its class
-            groups = getattr(mesh, "_pg_registry", {})
-            for name in [name for name, group in groups.items() if group not in living]:
+    # Not isinstance: a proxy may do much to tell its class.
+    meshes = [each for each in gc.get_objects() if issubclass(type(each), DeviceMesh)]
+    groups_of = [vars(mesh).get("_pg_registry", {}) for mesh in meshes]
+    ours = {id(groups) for groups in groups_of}
+    for groups in groups_of:
+        for name in list(groups):
+            group = groups[name]
+            if group not in living and all(id(each) in ours for each in gc.get_referrers(group)):
                 del groups[name]
 
 
@@ -131,7 +136,7 @@ class ResultsOnOtherMeshes:
     """Shardings of torch's own operators, kept for meshes over other groups of the same ranks.
 
     Each test makes a mesh, and finding the same again for it is most of what small tests with DTensors take:
-    1 to 3 ms an operator. What is kept refers to no mesh: each result is made with that of the arguments.
+    1 to 3 ms an operator. What is kept refers to no mesh: each result is made with those of the arguments.
     """
 
     def __init__(self) -> None:

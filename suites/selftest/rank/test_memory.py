@@ -102,15 +102,20 @@ def test_results_of_other_groups_are_forgotten():
 
 
 def test_a_mesh_that_torch_keeps_loses_groups_that_have_ended(world):
-    left = [DeviceMesh.from_group(dist.new_group(), "cpu") for _ in range(2)]
+    meshes = [DeviceMesh.from_group(dist.new_group(), "cpu") for _ in range(3)]
+    held = [meshes[1].get_group()]
     dist.barrier()
-    dist.destroy_process_group(left[0].get_group())
+    for mesh in meshes[:2]:
+        dist.destroy_process_group(mesh.get_group())
     threads = count_threads()
     _take_ended_groups()
     assert count_threads() < threads
-    assert [len(mesh._pg_registry) for mesh in left] == [0, 1]
+    assert [len(mesh._pg_registry) for mesh in meshes] == [0, 1, 1]
+    held.clear()
+    _take_ended_groups()
+    assert [len(mesh._pg_registry) for mesh in meshes] == [0, 0, 1]
     dist.barrier()
-    dist.destroy_process_group(left[1].get_group())
+    dist.destroy_process_group(meshes[2].get_group())
 
 
 def parts() -> DTensor:
