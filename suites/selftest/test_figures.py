@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import json
+import os
 import re
 import subprocess
 from collections.abc import Iterator
@@ -173,8 +174,13 @@ def test_a_block_that_was_edited_differs(project: Path, monkeypatch: pytest.Monk
 def test_figures_name_the_commit_they_are_of(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(PROJECT / "benchmarks")
     commit = importlib.import_module("figures").commit
+    monkeypatch.setenv("GIT_CEILING_DIRECTORIES", str(tmp_path.parent))
     assert commit(tmp_path) == "unknown"
-    git = ["git", "-C", str(tmp_path), "-c", "user.name=a", "-c", "user.email=a"]
+    git = ["git", "-C", str(tmp_path)]
+    for name in ("AUTHOR", "COMMITTER"):
+        monkeypatch.setenv(f"GIT_{name}_NAME", "a")
+        monkeypatch.setenv(f"GIT_{name}_EMAIL", "a")
+    monkeypatch.setenv("GIT_CONFIG_GLOBAL", os.devnull)
     for name in ("engine.py", "README.md"):
         (tmp_path / name).write_text("")
     for words in (["init", "-q"], ["add", "."], ["commit", "-qm", "Add an engine"]):

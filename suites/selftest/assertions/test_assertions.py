@@ -25,8 +25,6 @@ from lockstep.assertions import (
 )
 from lockstep.assertions.agreement import gathered, largest
 
-F16, F32 = torch.float16, torch.float32
-
 
 def make_model() -> nn.Sequential:
     torch.manual_seed(0)
