@@ -22,7 +22,7 @@ import torch.distributed as dist
 
 from lockstep.shm import futex
 from lockstep.shm.channel import Channel
-from lockstep.shm.errors import MeetingFailed
+from lockstep.shm.errors import MeetingFailed, PeerLost
 from lockstep.shm.memory import Handle, Segment
 from lockstep.shm.peer import FAILED, JOINING, MAPPED, PRESENT, ControlLayout, Peer
 
@@ -191,9 +191,14 @@ def _agreed(store: dist.Store, error: OSError, who: str) -> MeetingFailed:
     if isinstance(error, FileNotFoundError):  # a peer has given up, and is about to say why
         with contextlib.suppress(RuntimeError):
             store.wait([_FAILED], datetime.timedelta(seconds=2))
-    if not store.check([_FAILED]):
+    if not _failure(store):
         store.set(_FAILED, f"{who} cannot map the memory of its peers: {_with_limit(error)}")
-    return MeetingFailed(store.get(_FAILED).decode())
+    return MeetingFailed(_failure(store))
+
+
+def _failure(store: dist.Store) -> str:
+    """Return why a rank could not map the memory of the others, "" if none has written so."""
+    return store.get(_FAILED).decode() if store.check([_FAILED]) else ""
 
 
 def _with_limit(error: Exception) -> str:
@@ -219,9 +224,16 @@ def _await_all(store: dist.Store, channel: Channel, state: int, seconds: float) 
                 futex.wait(peer.bell, seen)
             if peer.state > state:
                 break
-            channel.check_alive(peer, "the meeting")
-            if store.check([_FAILED]):
-                text = store.get(_FAILED).decode()
+            try:
+                channel.check_alive(peer, "the meeting")
+                text = _failure(store)
+            except PeerLost:
+                text = ""
+                with contextlib.suppress(RuntimeError):  # its process may have held the store
+                    text = _failure(store)  # written before it ended
+                if not text:
+                    raise
+            if text:
                 channel.me.change_state(FAILED, text)
                 raise MeetingFailed(text)
             if time.monotonic() - began > seconds:

@@ -11,13 +11,14 @@ import resource
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 import torch.distributed as dist
 
 from lockstep.shm import futex, meeting
-from lockstep.shm.errors import MeetingFailed
+from lockstep.shm.errors import MeetingFailed, PeerLost
 from lockstep.shm.meeting import Card, meet, this_host
 from lockstep.shm.memory import Segment
 from lockstep.shm.peer import FAILED, PRESENT, ControlLayout
@@ -234,6 +235,29 @@ def test_a_rank_that_heard_of_a_failure_has_failed_for_its_peers() -> None:
     with pytest.raises(MeetingFailed, match=r"^rank 1 was first$"):
         meeting._await_all(store, channels[0], PRESENT, 5.0)
     assert (channels[0].me.state, channels[0].me.reason) == (FAILED, "rank 1 was first")
+    for channel in channels:
+        channel.leave(0)
+
+
+class Closed(dist.HashStore):
+    """The store of a process that has ended."""
+
+    def check(self, keys: list[str]) -> bool:
+        raise dist.DistNetworkError(f"no connection to ask for {keys}")
+
+
+@pytest.mark.parametrize("kind", ["said", "silent", "closed"])
+def test_a_rank_that_said_why_before_it_ended_is_quoted(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    channels = meet_all(2)
+    store = Closed() if kind == "closed" else dist.HashStore()
+    if kind == "said":
+        store.set("failed", "rank 1 was first")
+    with monkeypatch.context() as patched:
+        patched.setattr(channels[0], "_deaths", SimpleNamespace(ranks=lambda: {1}))
+        with pytest.raises(MeetingFailed if kind == "said" else PeerLost) as error:
+            meeting._await_all(store, channels[0], PRESENT, 5.0)
+    lost = f"rank 1 (pid {os.getpid()}) of group g is gone: the meeting waits for it"
+    assert str(error.value) == ("rank 1 was first" if kind == "said" else lost)
     for channel in channels:
         channel.leave(0)
 
