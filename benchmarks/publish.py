@@ -45,6 +45,7 @@ FIGURES = {
     "races": "races.py",
     "recorder": "recorder.py",
     "scale": "scale.py",
+    "suites": "suites.py",
     "sweep": "sweep.py",
 }
 """Arguments of python, below benchmarks, that measure the figures of a name."""
