@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-_PART = re.compile(r"-?part-\d+-of-\d+")
+_PART = re.compile(r"(?<=\[)part-\d+-of-\d+-|-?part-\d+-of-\d+")
 
 
 def id_of_part(number: int, parts: int) -> str:

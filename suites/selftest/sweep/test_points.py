@@ -11,6 +11,7 @@ import pytest
 
 from lockstep.features.sweep.controller import Budget, Progress, lines, make_plan
 from lockstep.features.sweep.messages import Begins, Plan, Recorded, Resume
+from lockstep.features.sweep.parts import without_part
 from lockstep.features.sweep.points import KINDS, Point, Spot, choose, describe_spots, points_of
 from lockstep.features.sweep.report import Counts, refusal
 from lockstep.world.clock import Clock
@@ -158,6 +159,19 @@ def test_parts_of_a_sweep_are_reported_as_one() -> None:
         "sweep test_x.py::test_y[a]: 6 of 7 points held: kill 3, fail 1; 2 made no difference; "
         "2 of 9 did not run (--sweep-points all); written by code that is not seen: x"
     ]
+
+
+@pytest.mark.parametrize(
+    ("ids", "whole"),
+    [
+        ("[part-1-of-2]", ""),
+        ("[part-1-of-2-FULL-sync]", "[FULL-sync]"),
+        ("[a-part-10-of-12]", "[a]"),
+        ("[a-part-2-of-2-b]", "[a-b]"),
+    ],
+)
+def test_a_part_leaves_the_id_of_the_whole_sweep(ids: str, whole: str) -> None:
+    assert without_part(f"test_x.py::test_y{ids}") == f"test_x.py::test_y{whole}"
 
 
 def test_the_name_of_a_point_is_read_back() -> None:
