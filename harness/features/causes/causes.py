@@ -84,7 +84,10 @@ def cause_of(text: str) -> tuple[str, str]:
 
 
 def brief(text: str) -> str:
-    """Return the line of a failure that says most: pytest's first line of the error."""
+    """Return the line of a failure that says most: pytest's first line of the error.
+
+    One that ends in a colon is followed by the next, which it announces.
+    """
     lines = [line for line in text.splitlines() if line.strip()]
     errors = [line.removeprefix("E").strip() for line in lines if line.startswith("E  ")]
     if _NATIVE in text and (found := _NATIVE_ERROR.search(text.partition(_NATIVE)[2])):
@@ -92,6 +95,8 @@ def brief(text: str) -> str:
     if not errors and lines and _FAILED.match(lines[0]):  # without a traceback the message is below
         said = _NEXT.split(text)[0].splitlines()[1:]
         errors = [line for line in said if line.strip() and not _OF_OTHERS.match(line)]
+    if len(errors) > 1 and errors[0].endswith(":"):
+        return f"{errors[0]} {errors[1].strip()}"
     return next(iter(errors or lines), "")
 
 

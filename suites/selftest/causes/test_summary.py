@@ -138,6 +138,16 @@ def test_numbers_shapes_and_folders_are_left_out(message: str, what: str) -> Non
     assert cause_of(f"E   {message}\nmine/engine.py:7: {kind}") == ("mine/engine.py:7", what)
 
 
+def test_a_line_that_ends_in_a_colon_takes_the_next_with_it() -> None:
+    first, second = "AssertionError: dp2 is not the unsharded model (step 0):", "gradient lacks a sum over dp"
+    what = "AssertionError: dpN is not the unsharded model (step N):"
+    end = "a.py:14: AssertionError"
+    text = f"E   {first}\nE     {second}\nE     and more\n\n{end}"
+    assert cause_of(text) == ("a.py:14", f"{what} {second}")
+    assert cause_of(f"E   {first}\n\n{end}") == ("a.py:14", what)
+    assert cause_of(f"rank 1 of 2 failed\nrank 0: passed\n{first}\n  {second}") == ("", f"{what} {second}")
+
+
 def test_a_message_of_one_long_word_is_read_once() -> None:
     _, what = cause_of(f"E   ValueError: {'x' * 10**6}\na.py:7: ValueError")
     assert what == f"ValueError: {'x' * 10**6}"[:LONGEST_MESSAGE] + " ..."
