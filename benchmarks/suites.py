@@ -20,7 +20,7 @@ from pathlib import Path
 from figures import ROOT, Table, describe_machine, write_json
 
 RUNS: dict[str, list[str]] = {"gloo": [], "gloo, `-n 2`": ["-n", "2"], "shm": ["--backend", "shm"]}
-PASSED = re.compile(r"^(\d+) passed,(?:.* (\d+) subtests passed)?", re.MULTILINE)
+PASSED = re.compile(r"^(\d+) passed\b(?:.* (\d+) subtests passed)?", re.MULTILINE)
 SECONDS_PER_RUN = 3600
 
 
