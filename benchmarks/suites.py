@@ -2,9 +2,8 @@
 
     python benchmarks/suites.py [--json FILE] [ARGUMENT ...]      # arguments of pytest, such as `-k parity`
 
-Each is a run of its own, from the start of pytest to its end. Seconds of the processors are user and system
-time of pytest, of its workers, of the servers and of all ranks. What other processes take is in the seconds,
-and hardly in those of the processors.
+Each is a run of its own, from the start of pytest to its end. CPU seconds are user and system time of pytest,
+of its workers, of the servers and of all ranks.
 """
 
 from __future__ import annotations
@@ -25,11 +24,7 @@ SECONDS_PER_RUN = 3600
 
 
 def run(options: list[str], chosen: list[str]) -> tuple[list[str], dict[str, float]]:
-    """Run the suites once.
-
-    Returns:
-        tests and subtests that passed, seconds and CPU seconds as a table has them; and seconds alone.
-    """
+    """Return tests, subtests, seconds and CPU seconds of a run, as the table has them; and both seconds."""
     before, began = cpu_seconds(), time.monotonic()
     command = [sys.executable, "-m", "pytest", "suites", "-q", *options, *chosen]
     done = subprocess.run(
