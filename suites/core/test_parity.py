@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
 from torch.nn.parallel import DistributedDataParallel
 
+from lockstep import CollectivesLog
 from lockstep.assertions import (
     Run,
     Trainee,
@@ -163,10 +164,15 @@ class TestParityWithDDP:
     def test_nested_wrapped_model(self, assert_each_case):
         assert_each_case(NestedWrappedModule(), training={"steps": 3})
 
-    def test_nested_wrapped_model_single_iteration_mixed_precision(self, assert_each_case, collectives):
+    def test_nested_wrapped_model_single_iteration_mixed_precision(self, engine, assert_each_case):
+        def backward(sharded, loss):
+            with CollectivesLog() as log:  # else every operation of the training would pass through it
+                engine.backward(sharded, loss)
+            assert {dtype for entry in log if entry.in_backward for dtype in entry.dtypes} == {HALF}
+
         one_step = {"steps": 1, "tolerance": HALF}
-        assert_each_case(NestedWrappedModule(), ddp_in_half, one_step, precision=Precision(HALF, HALF, HALF))
-        assert {dtype for entry in collectives if entry.in_backward for dtype in entry.dtypes} == {HALF}
+        half = Precision(HALF, HALF, HALF)
+        assert_each_case(NestedWrappedModule(), ddp_in_half, one_step, precision=half, backward=backward)
 
     def test_nested_always_wrap_model(self, assert_each_case):
         assert_each_case(AlwaysWrapNestedWrappedModule())
