@@ -113,7 +113,7 @@ class CollectivesLog(TorchDispatchMode):  # type: ignore[no-untyped-call]  # tor
             loss.backward()
         assert log.dtypes("reduce_scatter_tensor") == {torch.bfloat16}
 
-    Each operation of torch costs 3 microseconds more while a log is on.
+    Each operation of torch costs some microseconds more while a log is on: enter it around what it is to see.
     """
 
     def __init__(self) -> None:
