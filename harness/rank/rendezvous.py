@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING, Any
 import torch.distributed as dist
 
 from lockstep.protocol import MEETING, Issued
+from lockstep.rank.file_store import EagerFileStore
 from lockstep.rank.torch_internals import replace_store_maker, wrap_init_process_group
 from lockstep.specification import RankSpec
 
@@ -47,11 +48,16 @@ class Stores:
         self._spec = spec
         self._server: dist.Store | None = None
 
-    def make(self, name: str, size: int) -> dist.Store:
-        """Return a store for one meeting."""
-        if self._server is None:
-            return dist.FileStore(f"{self._spec.directory}/{name}", size)
-        return dist.PrefixStore(name, self._server)
+    def make(self, name: str, size: int, is_held: bool = False) -> dist.Store:
+        """Return a store for one meeting.
+
+        Args:
+            is_held: whether the caller holds it while groups meet in it, as an `EagerFileStore` needs.
+        """
+        if self._server is not None:
+            return dist.PrefixStore(name, self._server)
+        is_eager = is_held and self._spec.key.device == "cpu"  # nccl is for other devices
+        return (EagerFileStore if is_eager else dist.FileStore)(f"{self._spec.directory}/{name}", size)
 
     def reach_server(self, place: Place) -> None:
         """Connect to the store at rank 0, of ranks on several hosts; rank 0 serves it."""

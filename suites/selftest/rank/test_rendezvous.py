@@ -48,6 +48,16 @@ def test_ranks_of_one_host_meet_in_a_file(torch: Any) -> None:
     assert torch.mock_calls == [call.FileStore("/private/name", 3)]
 
 
+@pytest.mark.parametrize(("device", "is_eager"), [("cpu", True), ("cuda", False)])
+def test_groups_of_a_world_on_cpus_meet_in_an_eager_file(
+    torch: Any, monkeypatch: pytest.MonkeyPatch, device: str, is_eager: bool
+) -> None:
+    monkeypatch.setattr(module, "EagerFileStore", torch.EagerFileStore)
+    spec = dataclasses.replace(SPEC, key=WorldKey(2, "gloo", device, has_group=True))
+    store = Stores(spec).make("name", 3, is_held=True)
+    assert store is (torch.EagerFileStore if is_eager else torch.FileStore).return_value
+
+
 @pytest.mark.parametrize("rank", [0, 1])
 def test_ranks_of_several_hosts_meet_at_a_server_of_the_first(torch: Any, rank: int) -> None:
     stores = Stores(dataclasses.replace(SPEC, rank=rank))
