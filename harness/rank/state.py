@@ -248,17 +248,22 @@ class RankState(Snapshot):
         if now.interpreter != self.interpreter:
             self.interpreter.restore()
 
-    def end_groups(self) -> None:
+    def end_groups(self) -> list[dist.ProcessGroup]:
         """Destroy the process groups that are not of this state.
 
         Call it when every rank has ended the test: before that, another one may still connect to the group.
+
+        Returns:
+            those of gloo, for the caller to drop.
         """
         groups = [group for name, group in _groups().items() if name not in self.process_groups]
         if dist.group.WORLD in groups:  # of a world that starts without one; all others end with it
             dist.destroy_process_group()
-            return
+            return []
+        of_gloo = [group for group in groups if dist.get_backend(group) == "gloo"]
         for group in groups:
             dist.destroy_process_group(group)
+        return of_gloo
 
 
 def _groups() -> dict[str, dist.ProcessGroup]:

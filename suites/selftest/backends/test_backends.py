@@ -217,17 +217,25 @@ def test_a_closed_connection_ends_for_both_and_a_detached_one_for_the_child_alon
     copy.close()
 
 
-def test_groups_of_gloo_are_dropped_in_a_thread_that_may_stay(monkeypatch: pytest.MonkeyPatch) -> None:
-    names: list[str] = []
+def test_groups_of_gloo_are_dropped_in_threads_that_may_stay(monkeypatch: pytest.MonkeyPatch) -> None:
+    together, never, names = threading.Barrier(3), threading.Event(), []
 
-    class Groups(list[Any]):
-        def clear(self) -> None:
+    class Group:
+        def __del__(self) -> None:
+            together.wait()
             names.append(threading.current_thread().name)
-            super().clear()
+            never.wait()
 
-    groups = Groups(["group"])
+    monkeypatch.setattr("lockstep.backends.gloo._DESTROYED_WITHIN", 0.01)
+    groups: list[Any] = [Group(), Group()]
     Gloo().release(groups)
-    assert (names, groups) == (["destroys-groups"], [])
+    assert groups == []
+    together.wait()
+    never.set()
+    for thread in threading.enumerate():
+        if thread.name == "destroys-groups":
+            thread.join()
+    assert names == ["destroys-groups"] * 2
 
 
 @pytest.mark.parametrize(("policy", "then"), [(os.SCHED_OTHER, [os.SCHED_BATCH]), (os.SCHED_IDLE, [])])

@@ -402,9 +402,11 @@ class Names:
             Names.now, names=self.names | {n for n in Names.now.names if n.startswith("fixed")}
         )
 
-    def end_groups(self) -> None:
+    def end_groups(self) -> list[str]:
         Names.ended += 1
+        ended = Names.now.process_groups - self.process_groups
         Names.now = replace(Names.now, process_groups=self.process_groups)
+        return sorted(ended)
 
 
 def state_guard(monkeypatch: pytest.MonkeyPatch, has_group: bool = True) -> StateGuard:
@@ -445,6 +447,21 @@ def test_groups_that_a_test_leaves_end_once_all_ranks_have_ended_it(monkeypatch:
     assert Names.ended == 1
     guard.before()
     assert guard.baseline == with_names()
+
+
+def test_destructors_of_some_groups_run_at_one_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    guard, dropped = state_guard(monkeypatch), []
+
+    def release(groups: list[str]) -> None:
+        dropped.append(groups[:])
+        groups.clear()
+
+    monkeypatch.setattr(module, "BACKENDS", {"gloo": SimpleNamespace(release=release)})
+    for test in range(10):
+        Names.now = with_names(groups=("default", f"own {test}"))
+        guard.after(raised=False)
+        guard.end_groups()
+    assert dropped == [[f"own {test}" for test in range(9)]]
 
 
 def test_groups_are_expected_in_a_world_that_starts_without_one(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -351,7 +351,8 @@ def test_paths_and_locales_are_described_by_what_differs() -> None:
 @pytest.fixture
 def groups(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     """The groups that torch knows, the default one first; a group that ends is not in it any more."""
-    found = [SimpleNamespace(group_desc=d, group_name=n) for d, n in (("default_pg", 0), ("a", 1), ("b", 2))]
+    names = (("default_pg", 0, "gloo"), ("a", 1, "shm"), ("b", 2, "gloo"))
+    found = [SimpleNamespace(group_desc=desc, group_name=name, backend=of) for desc, name, of in names]
 
     def process_groups() -> list[Any]:
         assert found, "torch has no groups before it is initialized"
@@ -364,6 +365,7 @@ def groups(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
         group=SimpleNamespace(WORLD=found[0]),
         is_initialized=lambda: bool(found),
         destroy_process_group=destroy,
+        get_backend=lambda group: group.backend,
     )
     monkeypatch.setattr(module, "dist", dist)
     monkeypatch.setattr(module, "process_groups", process_groups)
@@ -376,11 +378,13 @@ def test_groups_that_are_not_of_the_state_end(groups: list[Any]) -> None:
     groups.remove(second)
     state = RankState.capture()
     groups.append(second)
-    state.end_groups()
+    assert state.end_groups() == [second]
     assert groups == [default, first]
+    assert replace(state, process_groups=frozenset({"default_pg 0"})).end_groups() == []
+    assert groups == [default]
     groups.clear()
     assert RankState.capture().process_groups == set()
-    state.end_groups()
+    assert state.end_groups() == []
 
 
 def test_all_groups_end_with_a_default_one_of_a_test(groups: list[Any]) -> None:
