@@ -1,6 +1,6 @@
 """Time one trivial all_reduce test under PyTorch's own harnesses and under Lockstep, side by side.
 
-    python benchmarks/harness.py [--worlds 2,4] [--repeats 3] [--warm] [--json FILE] [--check]
+    python benchmarks/harness.py [--worlds 2,4] [--repeats 3] [--warm [--mesh]] [--json FILE] [--check]
 
 Every figure comes from `pytest` in a process of its own, on test files written to a temporary directory: the
 same body, the same conftest, on gloo over the loopback. The time of a test runs from its start to the start
@@ -59,6 +59,17 @@ def pytest_runtest_logfinish():
     _note("finish")
 """
 
+BODY = (
+    "t = torch.full((4,), float(dist.get_rank())); dist.all_reduce(t); "
+    "assert t.tolist() == [sum(range($world))] * 4"
+)
+MESH_BODY = (
+    "mesh = init_device_mesh('cpu', ($world // 2, 2)); t = torch.ones(4); "
+    "dist.all_reduce(t, group=mesh.get_group(1)); assert t.tolist() == [2] * 4"
+)
+IN_MESH = 62
+"""Tests in a run whose tests each make a mesh: MultiProcContinuousTest keeps them until the class ends."""
+
 MULTI_PROCESS = """
 import torch, torch.distributed as dist
 from torch.testing._internal.common_distributed import MultiProcessTestCase
@@ -66,7 +77,7 @@ from torch.testing._internal.common_distributed import MultiProcessTestCase
 def all_reduce(self):
     store = dist.FileStore(self.file_name, $world)
     dist.init_process_group("gloo", store=store, rank=self.rank, world_size=$world)
-    t = torch.full((4,), float(self.rank)); dist.all_reduce(t); assert t.tolist() == [sum(range($world))] * 4
+    $body
 
 class TestAllReduce(MultiProcessTestCase):
     world_size = $world
@@ -81,10 +92,11 @@ class TestAllReduce(MultiProcessTestCase):
 
 CONTINUOUS = """
 import torch, torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
 from torch.testing._internal.common_distributed import MultiProcContinuousTest
 
 def all_reduce(self):
-    t = torch.full((4,), float(self.rank)); dist.all_reduce(t); assert t.tolist() == [sum(range($world))] * 4
+    $body
 
 class TestAllReduce(MultiProcContinuousTest):
     world_size = $world
@@ -103,11 +115,12 @@ class TestAllReduce(MultiProcContinuousTest):
 
 LOCKSTEP = """
 import pytest, torch, torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
 
 @pytest.mark.parametrize("i", range($tests))
 @pytest.mark.ranks($world)
 def test_all_reduce(world, i):
-    t = torch.full((4,), float(world.rank)); dist.all_reduce(t); assert t.tolist() == [sum(range($world))] * 4
+    $body
 """
 
 # PyTorch's test classes inherit from one of this package, of which nothing runs here; where it is not
@@ -129,7 +142,7 @@ class Harness:
     Attributes:
         name: as the tables call it.
         processes: when it starts processes.
-        module: template of the test file, over $world and $tests.
+        module: template of the test file, over $world, $tests and $body.
         tests: how many tests a run has.
         options: what to add to pytest's command line.
     """
@@ -230,14 +243,15 @@ class TestRun:
         return [after - before for before, after in itertools.pairwise((*controllers, *ranks, self.ended))]
 
 
-def run_tests(harness: Harness, world: int, tests: int, base: Path) -> TestRun:
-    """Run a file of so many tests."""
+def run_tests(harness: Harness, world: int, tests: int, base: Path, body: str = BODY) -> TestRun:
+    """Run a file of so many tests of that body."""
     directory = Path(tempfile.mkdtemp(dir=base))
     (directory / "conftest.py").write_text(CONFTEST)
     (directory / "pytest.ini").write_text("[pytest]\n")
     if find_spec("expecttest") is None:
         (directory / "expecttest.py").write_text(EXPECTTEST)
-    (directory / "one_test.py").write_text(harness.module.substitute(world=world, tests=tests))
+    body = Template(body).substitute(world=world)
+    (directory / "one_test.py").write_text(harness.module.substitute(world=world, tests=tests, body=body))
     command = [sys.executable, "-m", "pytest", "-q", *harness.options, "one_test.py"]
     begun, ended, pid = run(command, directory)
     lines = [line.split() for line in (directory / "log").read_text().splitlines()]
@@ -349,12 +363,17 @@ def report(figures: Figures, worlds: Sequence[int]) -> dict[str, Table]:
     }
 
 
-def compare_warm(worlds: Sequence[int], repeats: int, base: Path) -> dict[str, bool]:
-    """Time warm tests and `MultiProcContinuousTest` alone, in turns; print both, and say what held."""
+def compare_warm(worlds: Sequence[int], repeats: int, base: Path, in_mesh: bool) -> dict[str, bool]:
+    """Time warm tests and `MultiProcContinuousTest` alone, in turns; print both, and say what held.
+
+    Args:
+        in_mesh: whether each test reduces over an axis of a mesh that it makes.
+    """
     each: dict[tuple[str, int], list[float]] = defaultdict(list)
     for _, world, harness in itertools.product(range(repeats), worlds, (CONT, WARM)):
         with reporting_failure():
-            starts = [start for start, _ in run_tests(harness, world, harness.tests, base).tests]
+            tests, body = (IN_MESH, MESH_BODY) if in_mesh else (harness.tests, BODY)
+            starts = [start for start, _ in run_tests(harness, world, tests, base, body).tests]
             each[harness.name, world] += [after - start for start, after in itertools.pairwise(starts[1:])]
     held = {}
     for world in worlds:
@@ -403,6 +422,7 @@ def main() -> int:
         "--repeats", type=int, default=3, help="turns of all harnesses (default: %(default)s)"
     )
     parser.add_argument("--warm", action="store_true", help=f"only a warm test, against {CONT.name}")
+    parser.add_argument("--mesh", action="store_true", help="of --warm: each test makes a mesh of two axes")
     parser.add_argument("--json", type=Path, help="file for all samples")
     parser.add_argument("--check", action="store_true", help="exit 1 if a wanted ratio does not hold")
     options = parser.parse_args()
@@ -410,7 +430,7 @@ def main() -> int:
     machine = describe_machine()
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as base:
         if options.warm:
-            held = compare_warm(worlds, options.repeats, Path(base))
+            held = compare_warm(worlds, options.repeats, Path(base), options.mesh)
             print("\n" + verdicts(held))
             return int(options.check and not all(held.values()))
         figures = measure(worlds, options.repeats, Path(base))
