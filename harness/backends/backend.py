@@ -69,8 +69,8 @@ class Backend:
     def leave(self, destroy: Callable[[], None]) -> None:
         """Leave the world's group at the end of the process, which closes its connections."""
 
-    def release(self, groups: list[dist.ProcessGroup]) -> None:
-        """Drop the last references to groups that were destroyed."""
+    def release(self, *lists: list[dist.ProcessGroup]) -> None:
+        """Empty lists with the last references to groups that were destroyed."""
 
     # What it keeps of its calls, if torch's flight recorder has them not
 

@@ -8,8 +8,8 @@ import os
 import socket
 import stat
 import threading
-import time
 from collections.abc import Iterator
+from time import monotonic  # as it is now: a test may replace that of the module
 from typing import TYPE_CHECKING
 
 from lockstep.backends.backend import Backend
@@ -55,22 +55,21 @@ class Gloo(Backend):
             os.dup2(null, fd)
         os.close(null)
 
-    def release(self, groups: list[dist.ProcessGroup]) -> None:
-        """Run the destructors of groups at one time, each in a thread.
+    def release(self, *lists: list[dist.ProcessGroup]) -> None:
+        """Run the destructors of groups, those of different lists at one time, in threads.
 
         A destructor waits for gloo's event loop, which turns every 10 ms where nothing happens, and for the
         group's collectives. One whose connection was closed just as it began to send never ends:
         `UnboundBuffer::waitSend`, seen in torch 2.13, once in about 20 cases.
         """
         destructors = [
-            threading.Thread(target=[group].clear, name="destroys-groups", daemon=True) for group in groups
+            threading.Thread(target=groups.clear, name="destroys-groups", daemon=True) for groups in lists
         ]
-        groups.clear()
         for destructor in destructors:
             destructor.start()
-        until = time.monotonic() + _DESTROYED_WITHIN
+        until = monotonic() + _DESTROYED_WITHIN
         for destructor in destructors:
-            destructor.join(max(until - time.monotonic(), 0))
+            destructor.join(max(until - monotonic(), 0))
 
 
 def _connections() -> Iterator[int]:

@@ -1,9 +1,9 @@
-"""A store in a file that sees what other ranks write as soon as it is there. Inside a rank."""
+"""A store in a file that is looked at often while a rank waits for another. Inside a rank."""
 
 from __future__ import annotations
 
 import datetime
-import time
+from time import monotonic, sleep  # as they are now: a test may replace those of the module
 
 import torch.distributed as dist
 
@@ -12,14 +12,14 @@ _FIRST_PAUSE, _LONGEST_PAUSE = 5e-5, 2e-3
 
 
 class EagerFileStore(dist.Store):
-    """torch's `FileStore`, which would look for a key of another rank every 10 ms.
+    """torch's `FileStore`, which alone would look for a key of another rank every 10 ms.
 
     Ranks that make a group of gloo wait for such keys: with this store 4 ranks make a mesh of 2 x 2 in 5 ms,
     and in 18 with torch's.
 
-    Hold it for as long as groups meet in it: torch's C++ calls the methods of this class only while Python
-    has a reference to it. Not for groups of nccl, whose threads ask their store, too, and would wait for
-    Python's lock.
+    Keep it for as long as there is a group or store of torch over it: once Python has no reference to it,
+    torch's C++ finds no method, and raises RuntimeError. Not for groups of nccl, whose threads ask their
+    store, too, and would wait for Python's lock.
 
     Args:
         path: of the file, in a directory that all ranks have.
@@ -49,21 +49,25 @@ class EagerFileStore(dist.Store):
     def wait(self, keys: list[str], timeout: datetime.timedelta | None = None) -> None:
         """Wait until all keys are there.
 
+        Args:
+            timeout: by default that of the store; 0: none.
+
         Raises:
-            torch.distributed.DistStoreError: they were not after `timeout`, or that of the store.
+            torch.distributed.DistStoreError: they were not within it.
         """
-        seconds = (timeout or self.timeout).total_seconds()  # type: ignore[attr-defined]
-        until, pause = time.monotonic() + seconds, _FIRST_PAUSE
+        given = self.timeout if timeout is None else timeout  # type: ignore[attr-defined]
+        seconds = given.total_seconds() or float("inf")
+        until, pause = monotonic() + seconds, _FIRST_PAUSE
         while not self._file.check(keys):
-            if time.monotonic() > until:
-                raise dist.DistStoreError(f"wait timeout after {seconds:g} s, for {', '.join(keys)}")
-            time.sleep(pause)
+            if monotonic() > until:
+                raise dist.DistStoreError(f"Wait timeout after {seconds:g} s, for {', '.join(keys)}")
+            sleep(pause)
             pause = min(1.5 * pause, _LONGEST_PAUSE)
 
     def clone(self) -> dist.Store:
-        return self  # each call locks the file
+        return self  # which threads may share: each call locks the file
 
-    # By these names torch's C++ calls `delete_key` and `num_keys`.
+    # By these names torch's C++ calls `delete_key` and `num_keys`; for `list_keys` it has no name.
 
     def deleteKey(self, key: str) -> bool:
         return self._file.delete_key(key)

@@ -29,8 +29,8 @@ if TYPE_CHECKING:
 
 __tracebackhide__ = True  # the frames of hooks say nothing in a test's traceback
 
-_MOST_DESTROYED = 8
-"""Number of groups of tests that may wait for their destructors; each wakes up 100 times a second."""
+_MOST_WAITING = 8
+"""Groups of ended tests whose destructors may wait for the next test. Each wakes up 100 times a second."""
 
 
 class Guard(Protocol):
@@ -193,7 +193,7 @@ class StateGuard:
         self._crash_reports = crash_reports
         self._has_group = has_group
         self._dtensor_results = DTensorResults()
-        self._destroyed: list[dist.ProcessGroup] = []
+        self._waiting: list[list[dist.ProcessGroup]] = []
 
     def capture(self) -> RankState:
         return RankState.capture()
@@ -210,13 +210,14 @@ class StateGuard:
     def end_groups(self) -> None:
         """Destroy the process groups that the last test left, now that all ranks have ended it.
 
-        Destructors of gloo's groups, of which each takes 14 ms, are run for some groups at one time.
+        A destructor of gloo takes 14 ms: they wait until there are some more, and then run at one time.
         """
         if self._last.process_groups - self.baseline.process_groups:
-            self._destroyed += self.baseline.end_groups()
+            self._waiting += ([group] for group in self.baseline.end_groups())
             self._last = RankState.capture()
-            if len(self._destroyed) > _MOST_DESTROYED:
-                BACKENDS["gloo"].release(self._destroyed)
+            if len(self._waiting) > _MOST_WAITING:
+                BACKENDS["gloo"].release(*self._waiting)
+                self._waiting.clear()
 
     def before(self) -> None:
         """Accept what has changed since the last test: by the import of a file, or by a plugin."""

@@ -119,7 +119,7 @@ class DefaultGroup:
         self._generation += 1
         name = f"store-{self._generation}"
         own = next(filter(None, (backend.store() for backend in self._backends)), None)
-        self._store = own or self.stores.make(name, size, is_held=True)
+        self._store = own or self.stores.make(name, size, is_eager=True)
         self._items = 0
         dist.init_process_group(
             key.backend, store=self._store, rank=rank, world_size=size, timeout=NO_TIMEOUT

@@ -47,17 +47,21 @@ class Stores:
     def __init__(self, spec: RankSpec) -> None:
         self._spec = spec
         self._server: dist.Store | None = None
+        self._kept: list[EagerFileStore] = []
 
-    def make(self, name: str, size: int, is_held: bool = False) -> dist.Store:
+    def make(self, name: str, size: int, is_eager: bool = False) -> dist.Store:
         """Return a store for one meeting.
 
         Args:
-            is_held: whether the caller holds it while groups meet in it, as an `EagerFileStore` needs.
+            is_eager: whether an `EagerFileStore` may be kept for it until the process ends.
         """
         if self._server is not None:
             return dist.PrefixStore(name, self._server)
-        is_eager = is_held and self._spec.key.device == "cpu"  # nccl is for other devices
-        return (EagerFileStore if is_eager else dist.FileStore)(f"{self._spec.directory}/{name}", size)
+        path = f"{self._spec.directory}/{name}"
+        if not is_eager or self._spec.key.device != "cpu":  # nccl is for other devices
+            return dist.FileStore(path, size)
+        self._kept.append(EagerFileStore(path, size))
+        return self._kept[-1]
 
     def reach_server(self, place: Place) -> None:
         """Connect to the store at rank 0, of ranks on several hosts; rank 0 serves it."""

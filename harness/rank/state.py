@@ -254,7 +254,7 @@ class RankState(Snapshot):
         Call it when every rank has ended the test: before that, another one may still connect to the group.
 
         Returns:
-            those of gloo, for the caller to drop.
+            those of gloo, which torch does not know any more, for the caller to drop the last references to.
         """
         groups = [group for name, group in _groups().items() if name not in self.process_groups]
         if dist.group.WORLD in groups:  # of a world that starts without one; all others end with it

@@ -184,7 +184,7 @@ def test_a_rank_joins_over_a_new_store_each_time(fake: Torch, clock: Callable[[]
         group.is_aborted = True
         group.join()
         assert fake.new_calls("stores", "dist.init") == [
-            call.stores.make(f"store-{number}", 3, is_held=True),
+            call.stores.make(f"store-{number}", 3, is_eager=True),
             call.dist.init_process_group("gloo", store=store, rank=1, world_size=3, timeout=NO_TIMEOUT),
         ]
         assert group.is_aborted is False

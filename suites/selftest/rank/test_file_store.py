@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import datetime
 import threading
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -85,18 +84,41 @@ def test_a_wait_for_a_key_that_never_comes_ends(
     stores: tuple[EagerFileStore, EagerFileStore], called: Callable[[EagerFileStore], dist.Store]
 ) -> None:
     store = called(stores[0])
-    with pytest.raises(dist.DistStoreError, match=r"wait timeout after 0\.01 s, for .*never"):
+    with pytest.raises(dist.DistStoreError, match=r"Wait timeout after 0\.01 s, for .*never"):
         store.wait(["never"], datetime.timedelta(milliseconds=10))
     stores[0].set_timeout(datetime.timedelta(milliseconds=20))
-    with pytest.raises(dist.DistStoreError, match=r"wait timeout after 0\.02 s, for .*never"):
+    with pytest.raises(dist.DistStoreError, match=r"Wait timeout after 0\.02 s, for .*never"):
         store.get("never")
+
+
+def test_clocks_that_a_test_replaces_are_not_asked(
+    stores: tuple[EagerFileStore, EagerFileStore], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("sleep", "monotonic"):
+        monkeypatch.setattr(f"time.{name}", Mock(side_effect=AssertionError))
+    with pytest.raises(dist.DistStoreError):
+        stores[0].wait(["never"], datetime.timedelta(milliseconds=1))
+
+
+def test_what_is_written_has_no_timeout_where_that_is_zero(
+    stores: tuple[EagerFileStore, EagerFileStore], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    looks: list[bool] = []
+    monkeypatch.setattr(module, "sleep", looks.append)
+    monkeypatch.setattr(module, "monotonic", lambda: 1e6 * len(looks))
+    stores[0]._file = Mock(check=lambda keys: len(looks) == 3)
+    stores[0].wait(["key"], datetime.timedelta(0))
+    stores[0].set_timeout(datetime.timedelta(0))
+    looks.clear()
+    stores[0].wait(["key"])
+    assert len(looks) == 3
 
 
 def test_pauses_grow_to_two_milliseconds(
     stores: tuple[EagerFileStore, EagerFileStore], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pauses: list[Any] = []
-    monkeypatch.setattr(module, "time", Mock(monotonic=time.monotonic, sleep=pauses.append))
+    monkeypatch.setattr(module, "sleep", pauses.append)
     stores[0]._file = Mock(check=lambda keys: len(pauses) == 12)
     stores[0].wait(["key"])
     assert pauses[:3] == pytest.approx([5e-5, 7.5e-5, 1.125e-4])

@@ -6,11 +6,13 @@ import dataclasses
 import datetime
 import math
 from collections.abc import Callable
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import Mock, call
 
 import pytest
+import torch.distributed as dist
 
 from lockstep.place import Place
 from lockstep.protocol import MEETING, Issued
@@ -54,8 +56,17 @@ def test_groups_of_a_world_on_cpus_meet_in_an_eager_file(
 ) -> None:
     monkeypatch.setattr(module, "EagerFileStore", torch.EagerFileStore)
     spec = dataclasses.replace(SPEC, key=WorldKey(2, "gloo", device, has_group=True))
-    store = Stores(spec).make("name", 3, is_held=True)
+    store = Stores(spec).make("name", 3, is_eager=True)
     assert store is (torch.EagerFileStore if is_eager else torch.FileStore).return_value
+
+
+def test_an_eager_store_serves_as_long_as_torch_has_it(tmp_path: Path) -> None:
+    key = WorldKey(1, "gloo", "cpu", has_group=True)
+    stores = Stores(dataclasses.replace(SPEC, key=key, directory=str(tmp_path)))
+    first = dist.PrefixStore("group", stores.make("first", 1, is_eager=True))
+    stores.make("second", 1, is_eager=True)
+    first.set("key", "value")
+    assert first.get("key") == b"value"
 
 
 @pytest.mark.parametrize("rank", [0, 1])
