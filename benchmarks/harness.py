@@ -426,6 +426,8 @@ def main() -> int:
     parser.add_argument("--json", type=Path, help="file for all samples")
     parser.add_argument("--check", action="store_true", help="exit 1 if a wanted ratio does not hold")
     options = parser.parse_args()
+    if options.mesh and not options.warm:
+        parser.error("--mesh is for --warm: add that")
     worlds = [int(size) for size in options.worlds.split(",")]
     machine = describe_machine()
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as base:

@@ -14,12 +14,11 @@ _FIRST_PAUSE, _LONGEST_PAUSE = 5e-5, 2e-3
 class EagerFileStore(dist.Store):
     """torch's `FileStore`, which alone would look for a key of another rank every 10 ms.
 
-    Ranks that make a group of gloo wait for such keys: with this store 4 ranks make a mesh of 2 x 2 in 5 ms,
-    and in 18 with torch's.
+    Ranks that make a group of gloo wait for such keys (`python benchmarks/harness.py --warm --mesh`).
 
     Keep it for as long as there is a group or store of torch over it: once Python has no reference to it,
-    torch's C++ finds no method, and raises RuntimeError. Not for groups of nccl, whose threads ask their
-    store, too, and would wait for Python's lock.
+    torch's C++ finds no method, and raises RuntimeError. Not for groups of nccl, whose threads may ask their
+    store, too: they would need Python's lock.
 
     Args:
         path: of the file, in a directory that all ranks have.

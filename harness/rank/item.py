@@ -30,7 +30,8 @@ if TYPE_CHECKING:
 __tracebackhide__ = True  # the frames of hooks say nothing in a test's traceback
 
 _MOST_WAITING = 8
-"""Groups of ended tests whose destructors may wait for the next test. Each wakes up 100 times a second."""
+"""Most groups of ended tests that are kept for their destructors to run together. Each wakes up 100 times a
+second."""
 
 
 class Guard(Protocol):
@@ -210,7 +211,8 @@ class StateGuard:
     def end_groups(self) -> None:
         """Destroy the process groups that the last test left, now that all ranks have ended it.
 
-        A destructor of gloo takes 14 ms: they wait until there are some more, and then run at one time.
+        The destructors of gloo's groups, each of which waits for an event loop, run together once there are
+        more than `_MOST_WAITING`.
         """
         if self._last.process_groups - self.baseline.process_groups:
             self._waiting += ([group] for group in self.baseline.end_groups())

@@ -96,7 +96,7 @@ class DefaultGroup:
         self._hidden_at = 0
         self._place = spec.rank, spec.key.size
         self._living: tuple[int, ...] = ()
-        """The ranks of a group that was joined without others, by the numbers of before."""
+        """The ranks of a group that was joined without others, by their numbers when the test began."""
         self.joins: list[tuple[int, tuple[int, ...]]] = []
         """The time and the ranks of each default group joined in this item, and of the one before."""
         self._foreign: deque[tuple[int, int]] = deque(maxlen=MAX_RECORDED)
@@ -258,7 +258,7 @@ class DefaultGroup:
     def regroup(self, living: tuple[int, ...]) -> None:
         """Leave the group and meet those ranks in a new one that are left, of which this is one.
 
-        The groups of before stay until the process ends: where a model drops the last reference to one, its
+        The earlier groups stay until the process ends: where a model drops the last reference to one, its
         destructor would wait, in the main thread, for a collective that never ends (see `_destroy`).
         """
         self._left += process_groups()

@@ -218,7 +218,7 @@ def test_a_closed_connection_ends_for_both_and_a_detached_one_for_the_child_alon
 
 
 def test_groups_of_gloo_are_dropped_in_threads_that_may_stay(monkeypatch: pytest.MonkeyPatch) -> None:
-    together, never, names = threading.Barrier(3), threading.Event(), []
+    together, never, names = threading.Barrier(3, timeout=30), threading.Event(), []
 
     class Group:
         def __del__(self) -> None:
