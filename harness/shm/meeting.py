@@ -182,8 +182,16 @@ def _join(control: Segment, cards: Sequence[Card], rank: int, seconds: float, na
     peers = [
         Peer(one, card.pid, control if one == rank else _control_of(card)) for one, card in enumerate(cards)
     ]
-    spin = _SPINS if len(cards) <= len(os.sched_getaffinity(0)) else 0
-    return Channel(name, peers, rank, seconds, spin)
+    return Channel(name, peers, rank, seconds, _spins(cards))
+
+
+def _spins(cards: Sequence[Card]) -> int:
+    """Return how often a rank looks before it sleeps: again only where there are as many CPUs as ranks."""
+    cpus: set[int] = set()
+    for card in cards:
+        with contextlib.suppress(ProcessLookupError):  # it is lost, which is seen next
+            cpus |= os.sched_getaffinity(card.pid)
+    return _SPINS if len(cards) <= len(cpus) else 0
 
 
 def _agreed(store: dist.Store, error: OSError, who: str) -> MeetingFailed:

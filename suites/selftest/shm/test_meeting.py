@@ -66,6 +66,14 @@ def test_ranks_look_more_than_once_where_each_has_a_core() -> None:
             channel.leave(0)
 
 
+def test_ranks_that_are_bound_have_the_cpus_of_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    cpus = {5: {0}, 6: {0}, 7: {1}}
+    monkeypatch.setattr(os, "sched_getaffinity", cpus.__getitem__)
+    cards = {pid: dataclasses.replace(CARD, pid=pid) for pid in cpus}
+    assert meeting._spins([cards[5], cards[7]]) == 50
+    assert meeting._spins([cards[5], cards[6]]) == 0
+
+
 def test_a_card_has_what_peers_must_know() -> None:
     store = dist.HashStore()
     control = meeting._introduce(store, 1, 2)

@@ -1,0 +1,1 @@
+"""CPU binding: ranks that run on CPUs of their own, where the project asks for it."""
