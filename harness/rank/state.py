@@ -283,8 +283,7 @@ def _cwd() -> str:
 def seed_everything(seed: int, device: torch.device) -> None:
     """Seed random, numpy's legacy generator, and torch's generators of the CPU and of the rank's device.
 
-    Not by `torch.manual_seed`: it also queues a seed for every kind of device that was never used, with a
-    formatted stack each, which takes longer than a small test.
+    Not by `torch.manual_seed`: it also queues a seed for every kind of device that was never used.
     """
     random.seed(seed)
     numpy.random.seed(seed % 2**32)

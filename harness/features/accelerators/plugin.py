@@ -1,4 +1,4 @@
-"""The plugin of accelerators: a guard in each rank."""
+"""The plugin of accelerators: a guard in each rank, and seeds that are queued for them."""
 
 from __future__ import annotations
 
@@ -23,5 +23,7 @@ def pytest_configure(config: pytest.Config) -> None:
     session: RankSession | None = config.pluginmanager.get_plugin(RANK_PLUGIN)
     if session is not None:
         from lockstep.features.accelerators.guard import AcceleratorGuard
+        from lockstep.features.accelerators.torch_internals import format_stacks_late
 
+        format_stacks_late()
         config.pluginmanager.register(AcceleratorGuard(Device(session.rank.spec.key.device)))

@@ -1,9 +1,12 @@
-"""Private names of torch for the precision of float32, with what to look for when they move. torch 2.13."""
+"""Private names of torch for seeds and float32 precision; what to look for when they move. torch 2.13."""
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
+import sys
+import traceback
+from collections.abc import Callable, Iterator
+from types import FrameType, SimpleNamespace
 from typing import Any
 
 import torch
@@ -51,3 +54,28 @@ def set_float32_precision(precision: dict[str, Any]) -> None:
         for value in ("none", precision[name]):
             if torch._C._get_fp32_precision_getter(*place) != precision[name]:
                 torch._C._set_fp32_precision_setter(*place, value)
+
+
+class _LateStack:
+    """The lines of `traceback.format_stack`, which are read and formatted when they are needed."""
+
+    def __init__(self, frame: FrameType) -> None:
+        frames = [
+            (each.f_code.co_filename, line, each.f_code.co_name, None)
+            for each, line in traceback.walk_stack(frame)
+        ]
+        self._frames = frames[::-1]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(traceback.format_list(self._frames))
+
+
+def format_stacks_late() -> None:
+    """Let `torch.manual_seed` remember where it was called, and read no file for it.
+
+    It queues a seed for each kind of device that was never used, with the lines of the stack: under pytest,
+    where stacks are deep, a fifth of a small test. If it moves: what `torch.cuda._lazy_call` formats.
+    """
+    late = SimpleNamespace(**{**vars(traceback), "format_stack": lambda: _LateStack(sys._getframe(1))})
+    for module in (torch.cuda, torch.mtia, torch.xpu):
+        module.traceback = late  # type: ignore[attr-defined]
