@@ -93,7 +93,7 @@ def _difference(
     if actual is None or expected is None:
         return None if actual is expected else f"{_kind(actual)}, expected {_kind(expected)}"
     atol, rtol = _resolve(tolerance, actual.dtype, expected.dtype)
-    if _is_same(actual, expected):
+    if _is_surely_close(actual, expected, atol, rtol):
         return None
     if actual.dtype == expected.dtype or not same_dtype:
         actual, expected = _comparable(actual), _comparable(expected)
@@ -108,15 +108,17 @@ def _difference(
     return None
 
 
-def _is_same(actual: torch.Tensor, expected: torch.Tensor) -> bool:
-    """Return whether two plain tensors are equal beyond doubt, as most are: `assert_close` takes 40 us."""
+def _is_surely_close(actual: torch.Tensor, expected: torch.Tensor, atol: float, rtol: float) -> bool:
+    """Return whether two plain tensors of one kind are close, as most are; `assert_close` takes longer."""
     if not type(actual) is type(expected) is torch.Tensor:
         return False
-    is_low = actual.is_floating_point() and actual.dtype.itemsize == 1
+    is_low = actual.dtype == torch.complex32 or (actual.is_floating_point() and actual.dtype.itemsize == 1)
     if actual.is_meta or is_low or actual.layout is not torch.strided:  # `torch.equal` raises
         return False
-    kinds = [(tensor.dtype, tensor.device, tensor.layout) for tensor in (actual, expected)]
-    return kinds[0] == kinds[1] and torch.equal(actual, expected)
+    kinds = [(tensor.dtype, tensor.device, tensor.layout, tensor.shape) for tensor in (actual, expected)]
+    if kinds[0] != kinds[1]:
+        return False
+    return torch.equal(actual, expected) or torch.allclose(actual, expected, rtol, atol)
 
 
 def _comparable(tensor: torch.Tensor) -> torch.Tensor:

@@ -27,6 +27,18 @@ def test_tensors_on_meta_agree_in_shape():
         assert_named_close({"w": torch.ones(3, device="meta")}, {"w": torch.ones(4, device="meta")})
 
 
+def test_tensors_of_other_shapes_differ():
+    with pytest.raises(AssertionError, match="shape"):
+        assert_named_close({"w": torch.ones(4, 1)}, {"w": torch.ones(4)})
+
+
+@pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental")
+def test_complex_halves_are_compared():
+    one, other = (torch.tensor([complex(1, part)]).to(torch.complex32) for part in (0, 0.1))
+    assert differences({"w": one}, {"w": one.clone()}) == []
+    assert len(differences({"w": one}, {"w": other})) == 1
+
+
 def test_default_tolerance_is_the_row_of_the_looser_dtype():
     close, far = torch.tensor([1.0005], dtype=F16), torch.tensor([1.01], dtype=F16)
     one = torch.ones(1)
