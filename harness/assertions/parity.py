@@ -152,7 +152,11 @@ class Run:
     @cached_property
     def moved(self) -> bool:
         """True if any parameter changed."""
-        return bool(differences(self.parameters, self.start, EXACT))
+        return any(
+            differences({name: value}, {name: self.start.get(name)}, EXACT)
+            for name, value in self.parameters.items()
+            if value is not None
+        )
 
     @cached_property
     def losses_of_ranks(self) -> list[tuple[float, ...]]:
@@ -225,7 +229,7 @@ def _train(trainee: Trainee, training: Training, start: Named) -> Run:
             recorder.begin_step(step, scaler.scale(torch.ones(())) if scaler else None)
         optimizer.zero_grad()
         seed = _seed(training.seed, rank, step)
-        # `torch.manual_seed` also formats a stack for every kind of device that was never used: 0.6 ms.
+        # `torch.manual_seed` would also queue a seed for every kind of device that was never used.
         torch.default_generator.manual_seed(seed)
         if device is not None and device.is_used():
             device.seed(seed)

@@ -90,6 +90,12 @@ def test_a_run_has_the_losses_of_steps_and_the_parameters_around_them() -> None:
     assert train(Trainee(model()), training()).gradients == []
 
 
+def test_a_run_has_moved_if_one_parameter_has() -> None:
+    start = {"frozen": torch.ones(2), "weight": torch.ones(2), "missing": None}
+    assert not Run(start, parameters=dict(start)).moved
+    assert Run(start, parameters={**start, "weight": torch.zeros(2)}).moved
+
+
 def test_a_scaler_scales_the_loss_and_steps_the_optimizer() -> None:
     scaler = Eightfold()
     run = train(Trainee(model(), full_gradients=gradients_of, scaler=scaler), training(steps=2))
