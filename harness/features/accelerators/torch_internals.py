@@ -73,8 +73,8 @@ class _LateStack:
 def format_stacks_late() -> None:
     """Let `torch.manual_seed` remember where it was called, and read no file for it.
 
-    It queues a seed for each kind of device that was never used, with the lines of the stack: under pytest,
-    where stacks are deep, a fifth of a small test. If it moves: what `torch.cuda._lazy_call` formats.
+    It queues a seed for each kind of device that was never used, with the lines of the stack, which is deep
+    under pytest. If it moves: what `torch.cuda._lazy_call` formats.
     """
     late = SimpleNamespace(**{**vars(traceback), "format_stack": lambda: _LateStack(sys._getframe(1))})
     for module in (torch.cuda, torch.mtia, torch.xpu):
