@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -252,6 +253,16 @@ class LocalShard:
             original = nn.Parameter(view, requires_grad=self.is_trainable(param))
             attach_gradient(original, gradients[i] if gradients else None)
             param.put(original)
+
+    def is_shown_by(self, module: nn.Module) -> bool:
+        """Return whether `module` has what is shown, and not what `functional_call` puts there for a call."""
+        shown: Any = [param.parameter for param in self.params] if self._shown is self.params else self._shown
+        return shown is not None and all(
+            ref.read() is value
+            for param, value in zip(self.params, shown, strict=True)
+            for ref in param.refs
+            if ref.module is module
+        )
 
     def hide(self) -> None:
         self._shown = None

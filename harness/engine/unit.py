@@ -23,6 +23,7 @@ from weakref import WeakMethod, ref
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import register_multi_grad_hook
+from torch.utils.hooks import RemovableHandle
 
 from lockstep.engine.api import MixedPrecision
 from lockstep.engine.casting import Buffers, cast_floating, map_tensors, tensors
@@ -81,6 +82,7 @@ class Unit:
         self._kept_in_forward = False
         self._recomputed = False
         self._outer_dtype: torch.dtype | None = None
+        self._watched: list[RemovableHandle] = []
         if group:
             group.gradients.arrivals.watch(WeakMethod(self._enter_backward))
         RootState([self])
@@ -102,6 +104,7 @@ class Unit:
 
     def start(self) -> None:
         """Begin a step from a clean state, with buffers in the dtype and place of computation."""
+        self._unwatch_recomputation()
         self._ran.clear()
         self._kept_in_forward = False
         if group := self.group:
@@ -144,6 +147,7 @@ class Unit:
 
     def abort_backward(self) -> None:
         """Show shards after an exception; unsharded parameters stay, as in `_abort_forward`."""
+        self._unwatch_recomputation()
         if self.group:
             self.group.retain()
             self.group.drop_gradients()
@@ -151,6 +155,7 @@ class Unit:
 
     def finish(self) -> None:
         """End a backward: reduce what no callback has reduced, and reshard."""
+        self._unwatch_recomputation()
         group = self.group
         if not group:
             return
@@ -324,9 +329,29 @@ class Unit:
                 # Before the reduction takes memory: else unsharded parameters, their gradients and the two
                 # buffers of the reduction would be there at once, at the peak of the step.
                 self._reshard_after_backward(self.group, full)
+                self._watch_recomputation(self.group)
             self.root_state.reduce(self.group, full, self.options.sync)
             if done:
                 self.root_state.prefetcher.after_gradients()
+
+    def _watch_recomputation(self, group: ParamGroup) -> None:
+        """Unshard again if this backward runs a module of `group`, now that it has all gradients of it.
+
+        It does so in a checkpointed segment inside of this unit, after what used the parameters last.
+        """
+        places = [place for param in group.shard.params for place in param.refs]
+        for module in {place.module for place in places}:
+            self._watched.append(module.register_forward_pre_hook(self._before_recomputed))
+
+    def _unwatch_recomputation(self) -> None:
+        while self._watched:
+            self._watched.pop().remove()
+
+    @untraced
+    def _before_recomputed(self, module: nn.Module, _: object) -> None:
+        group = self.group
+        if group and group.full and self.root_state.in_backward and group.shard.is_shown_by(module):
+            group.unshard(group.full.dtypes)  # to the end of the backward, which may read it as late
 
     def _is_done(self, full: UnshardedParams, backward: int) -> bool:
         """Return whether nothing reads unsharded parameters any more, now that `backward` gave all gradients.

@@ -56,6 +56,22 @@ class Tied(nn.Module):
         return x
 
 
+class Unheard(nn.Module):
+    """A layer that comes after a checkpointed segment, and in it, where what it returns is dropped."""
+
+    def __init__(self, use_reentrant):
+        super().__init__()
+        self.layer, self.inner = nn.Linear(8, 8), nn.Linear(8, 8)
+        self.use_reentrant = use_reentrant
+
+    def forward(self, x):
+        return self.layer(checkpoint(self.segment, x, use_reentrant=self.use_reentrant))
+
+    def segment(self, x):
+        self.layer(x)
+        return self.inner(x).tanh()
+
+
 def gathered_bytes(engine, log, in_backward):
     return [entry.nbytes for entry in engine.traffic(log).gathers if entry.in_backward == in_backward]
 
@@ -163,3 +179,19 @@ def test_recomputation_accumulates_in_no_sync(world, engine, shard, collectives,
         assert engine.traffic(collectives).reductions == ()
     engine.backward(model, model(batches[2].chunk(world.size)[world.rank]).square().mean())
     assert_named_close(engine.full_gradients(model), named_gradients(bare))
+
+
+@BOTH_KINDS
+@pytest.mark.parametrize("units", [(), ("inner",)], ids=["one_unit", "two_units"])
+def test_a_segment_reads_a_layer_that_has_all_its_gradients(
+    world, engine, shard, strategy, units, use_reentrant
+):
+    """Backward computes the segment again when the last gradient of the layer has come."""
+    bare = Unheard(use_reentrant).to(world.device)
+    model = shard(copy.deepcopy(bare), strategy, units=units, use_orig_params=True)
+    inputs = torch.randn(2 * world.size, 8, device=world.device, requires_grad=True)
+    bare(inputs).square().mean().backward()
+    engine.backward(model, model(inputs.chunk(world.size)[world.rank]).square().mean())
+    assert_named_close(engine.full_gradients(model), named_gradients(bare))
+    if offers(engine, Capability.GROUPS):
+        assert {(g.state.name, g.gathered_bytes) for g in engine.groups(model)} == {("SHARDED", 0)}
