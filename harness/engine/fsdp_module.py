@@ -15,6 +15,7 @@ from lockstep.engine import optimizer_hooks
 from lockstep.engine.dtensor_param import DTensorParam
 from lockstep.engine.gradients import AccumulatedGradients
 from lockstep.engine.init import copy_unit
+from lockstep.engine.materialise import parents_first
 from lockstep.engine.param_group import ParamGroup
 from lockstep.engine.root import RootState
 from lockstep.engine.state_dict import refuse_when_busy
@@ -256,7 +257,7 @@ def adopt(modules: Sequence[FSDPModule], unit: Unit) -> None:
 
 def units_of(modules: Iterable[nn.Module]) -> Iterator[Unit]:
     """Return each unit of `modules` and below once, outer before inner."""
-    found = (module for root in modules for module in root.modules())
+    found = (module for root in modules for module in parents_first(root))
     return iter(dict.fromkeys(m._composed_unit for m in found if isinstance(m, FSDPModule)))
 
 

@@ -21,7 +21,7 @@ from lockstep.engine.config import Ignored, UnitConfig
 from lockstep.engine.dtensor_param import place
 from lockstep.engine.gradients import AccumulatedGradients, Gradients, VisibleGradients
 from lockstep.engine.marks import OWNER
-from lockstep.engine.materialise import Materialiser
+from lockstep.engine.materialise import Materialiser, parents_first
 from lockstep.engine.mesh import device_of
 from lockstep.engine.param import LocalShard, Param, ParamRef, clean_name, joined, local_of, mark_sharded
 from lockstep.engine.param_group import ParamGroup
@@ -193,7 +193,7 @@ def _compute_device(params: Iterable[Param], config: UnitConfig) -> torch.device
 
 def _own_modules(modules: Sequence[nn.Module], skip: Callable[[nn.Module], bool]) -> Owned:
     """Return `modules` and those below them by name, once, without what `skip` picks and all below that."""
-    seen = {module for root in modules for module in root.modules() if skip(module)}
+    seen = {module for root in modules for module in parents_first(root) if skip(module)}
     prefixes = [""] if len(modules) == 1 else map(str, range(len(modules)))
     return [
         found

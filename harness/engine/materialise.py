@@ -113,6 +113,17 @@ def _replace(ref: ParamRef, tensor: Tensor) -> None:
     setattr(ref.module, ref.name, tensor)
 
 
+def parents_first(root: nn.Module) -> list[nn.Module]:
+    """Return `root` and all modules below it in the order of `root.modules()`, which spends most on names."""
+    found, left = dict[nn.Module, None](), [root]
+    while left:
+        module = left.pop()
+        if module not in found:
+            found[module] = None
+            left += [child for child in reversed(module._modules.values()) if child is not None]
+    return list(found)
+
+
 def children_first(modules: Iterable[nn.Module]) -> list[nn.Module]:
     """Return `modules` in the order in which a model is built: children before parents, else as given."""
     given = dict.fromkeys(modules)

@@ -14,6 +14,7 @@ from lockstep.engine import init, mesh, optimizer_hooks
 from lockstep.engine.api import BackwardPrefetch, CPUOffload, MixedPrecision, ShardingStrategy
 from lockstep.engine.config import Ignored, UnitConfig
 from lockstep.engine.grad_scaler import clip_gradients
+from lockstep.engine.materialise import parents_first
 from lockstep.engine.mesh import ProcessGroups
 from lockstep.engine.param import FLAT as _FLAT
 from lockstep.engine.param import INNER as _INNER
@@ -102,7 +103,7 @@ class FullyShardedDataParallel(WrapperState):
         policy = None if auto_wrap_policy is None else as_policy(auto_wrap_policy)
         strategy = sharding_strategy or ShardingStrategy.FULL_SHARD
         groups = mesh.resolve(strategy, process_group, device_mesh)
-        units = dict(_wrappers(module))
+        units = _wrappers(module)
         alone = init.resolve_ignored(module, ignored_modules, ignored_states, _is_wrapper)
         config = UnitConfig(
             name=f"FullyShardedDataParallel({type(module).__name__})",
@@ -115,7 +116,7 @@ class FullyShardedDataParallel(WrapperState):
             forward_prefetch=forward_prefetch,
             backward_prefetch=backward_prefetch,
             full_precision_in_eval=init.full_precision_in_eval(full_precision_in_eval),
-            ignored=alone.union([unit._ignored for unit in units.values()]),
+            ignored=alone.union([unit._ignored for unit in units]),
             param_init_fn=param_init_fn,
             sync_module_states=sync_module_states,
         )
@@ -131,7 +132,7 @@ class FullyShardedDataParallel(WrapperState):
         """Show the flat parameter if the originals are not, and be the root of all units below."""
         if self._unit.group and not use_orig_params:
             self._unit.group.shard.register_flat(ParamRef(self, _FLAT))
-        optimizer_hooks.watch(RootState([wrapper._unit for _, wrapper in _wrappers(self)]))
+        optimizer_hooks.watch(RootState([wrapper._unit for wrapper in _wrappers(self)]))
 
     @untraced_itself
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -207,7 +208,7 @@ class FullyShardedDataParallel(WrapperState):
     @staticmethod
     def fsdp_modules(module: nn.Module, root_only: bool = False) -> list["FullyShardedDataParallel"]:
         """Return the units in `module`, itself included, outer before inner; with `root_only` roots."""
-        return [unit for _, unit in _wrappers(module) if unit.check_is_root() or not root_only]
+        return [unit for unit in _wrappers(module) if unit.check_is_root() or not root_only]
 
     def named_modules(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Module]]:
         """Yield modules under the names they have in the unsharded model; unit and wrapped module share one.
@@ -277,7 +278,7 @@ class FullyShardedDataParallel(WrapperState):
             ValueError: For `writeback` with `rank0_only`.
         """
         options = Summon(writeback, rank0_only, offload_to_cpu, with_grads)
-        found = [wrapper._unit for _, wrapper in _wrappers(module)]
+        found = [wrapper._unit for wrapper in _wrappers(module)]
         if not recurse:
             found = [module._unit] if isinstance(module, FullyShardedDataParallel) else []
         refuse_when_busy(found, "summon_full_params")
@@ -298,10 +299,9 @@ class FullyShardedDataParallel(WrapperState):
         return self._unit.root_state
 
 
-def _wrappers(model: nn.Module) -> list[tuple[str, FullyShardedDataParallel]]:
-    """Return all wrappers in `model` with clean names, outer before inner."""
-    found = model.named_modules()
-    return [(clean_name(name), m) for name, m in found if isinstance(m, FullyShardedDataParallel)]
+def _wrappers(model: nn.Module) -> list[FullyShardedDataParallel]:
+    """Return all wrappers in `model`, outer before inner."""
+    return [module for module in parents_first(model) if isinstance(module, FullyShardedDataParallel)]
 
 
 def _is_wrapper(module: nn.Module) -> bool:

@@ -13,7 +13,8 @@ from torch import nn
 
 from lockstep.engine.api import MixedPrecision
 from lockstep.engine.config import UnitConfig
-from lockstep.engine.materialise import children_first
+from lockstep.engine.materialise import children_first, parents_first
+from lockstep.engine.param import clean_name
 
 Overrides = Mapping[str, Any]
 WrapFunction = Callable[..., bool]
@@ -170,28 +171,31 @@ MakeUnit = Callable[[nn.Module, Overrides, bool], nn.Module]
 
 
 def wrap_below(
-    root: nn.Module, units: Mapping[str, nn.Module], policy: WrapPolicy, config: UnitConfig, make: MakeUnit
+    root: nn.Module, units: Iterable[nn.Module], policy: WrapPolicy, config: UnitConfig, make: MakeUnit
 ) -> None:
-    """Replace each module below `root` that `policy` chooses with its unit; existing `units`, by name, stay.
+    """Replace each module below `root` that `policy` chooses with its unit; existing `units` stay.
 
     Classes that mixed precision ignores become units in full precision. Raises ValueError if the policy
     chooses a module inside one of `units`; what is inside ignored modules it has no say in.
     """
     left_alone = set(config.ignored.states)
-    below_ignored = {below for module in config.ignored.modules for below in module.modules()}
-    for name, unit in units.items():
+    below_ignored = {below for module in config.ignored.modules for below in parents_first(module)}
+    for unit in units:
         skipped = {*config.ignored.states, *unit.parameters()}
         for module in () if unit in below_ignored else policy.choose(unit, skipped):
+            name = clean_name(
+                next((name for name, found in root.named_modules() if found is unit), type(unit).__name__)
+            )
             raise ValueError(
                 f"auto_wrap_policy: it chooses a {type(module).__name__} in {name!r}, which is a "
                 f"{type(unit).__name__} already; wrap a module by hand or by policy, not both: leave it out "
                 "of the policy, or do not wrap it before."
             )
-        left_alone.update(unit.modules(), unit.parameters())
+        left_alone.update(parents_first(unit), unit.parameters())
     chosen = policy.choose(root, left_alone)
     precise = _full_precision_modules(root, config.mixed_precision, left_alone)
     places: defaultdict[nn.Module | None, list[tuple[nn.Module, str]]] = defaultdict(list)
-    for parent in root.modules():
+    for parent in parents_first(root):
         for name, child in parent._modules.items():
             places[child].append((parent, name))  # a shared module has several
     for module in children_first(candidates(root, left_alone)):
