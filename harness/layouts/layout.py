@@ -11,10 +11,15 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from lockstep.backends import BACKENDS
+from lockstep.backends.gloo import MOST_WAITING
 from lockstep.recorders.collectives import Collective
 from lockstep.recorders.torch_internals import group_of
 
 __tracebackhide__ = True
+
+_ended: list[list[dist.ProcessGroup]] = []
+"""Groups of layouts that are closed, whose destructors are to run together."""
 
 AXES = ("pp", "dp", "fsdp", "ep", "cp", "tp")
 """The axes that every layout has; those that a test does not name are of size 1."""
@@ -180,16 +185,19 @@ class Layout:
         return chunk(tensor, index, count, dim)
 
     def close(self) -> None:
-        """End the mesh and its groups."""
+        """End the mesh and its groups. Their threads of gloo may end later, with those of others."""
         groups = [] if self._mesh is None else self._mesh.get_all_groups()
+        ended = [group for group in (*groups, *self._groups.values()) if group is not dist.group.WORLD]
         self._mesh = None
-        ended = [*groups, *self._groups.values()]
         self._groups.clear()
         for group in ended:
-            if group is not dist.group.WORLD:
-                dist.destroy_process_group(group)
-        # Models refer to the mesh, often in cycles, and it to its groups: gloo's threads would stay.
-        gc.collect()
+            dist.destroy_process_group(group)
+        _ended.extend([group] for group in ended)
+        if len(_ended) > MOST_WAITING:
+            del groups, ended, group
+            gc.collect()  # models refer to the mesh, often in cycles, and it to its groups
+            BACKENDS["gloo"].release(*_ended)
+            _ended.clear()
 
 
 def as_axes(axes: str | Sequence[str]) -> tuple[str, ...]:

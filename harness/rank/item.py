@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import pytest
 
 from lockstep.backends import BACKENDS
+from lockstep.backends.gloo import MOST_WAITING
 from lockstep.exceptions import RankStateWarning
 from lockstep.rank.dtensor_internals import DTensorResults
 from lockstep.rank.pytest_internals import forget_ended_dependents, tear_down_except_for
@@ -28,10 +29,6 @@ if TYPE_CHECKING:
     from lockstep.rank.process import Rank
 
 __tracebackhide__ = True  # the frames of hooks say nothing in a test's traceback
-
-_MOST_WAITING = 8
-"""Most groups of ended tests that are kept for their destructors to run together. Each wakes up 100 times a
-second."""
 
 
 class Guard(Protocol):
@@ -212,12 +209,12 @@ class StateGuard:
         """Destroy the process groups that the last test left, now that all ranks have ended it.
 
         The destructors of gloo's groups, each of which waits for an event loop, run together once there are
-        more than `_MOST_WAITING`.
+        more than `MOST_WAITING`.
         """
         if self._last.process_groups - self.baseline.process_groups:
             self._waiting += ([group] for group in self.baseline.end_groups())
             self._last = RankState.capture()
-            if len(self._waiting) > _MOST_WAITING:
+            if len(self._waiting) > MOST_WAITING:
                 BACKENDS["gloo"].release(*self._waiting)
                 self._waiting.clear()
 
