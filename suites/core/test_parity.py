@@ -3,7 +3,6 @@
 After PyTorch's test/distributed/fsdp/test_fsdp_core.py, class TestParityWithDDP.
 """
 
-import copy
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -34,6 +33,7 @@ from lockstep.conformance.models import (
     NestedWrappedModule,
     NestedWrappedModuleWithDelay,
     TransformerWithSharedParams,
+    copier,
 )
 
 HALF = torch.float16
@@ -74,12 +74,12 @@ def dummy_ddp(bare: MixtureOfExperts) -> Trainee:
 
 @dataclass(frozen=True)
 class Claim:
-    """The claim that `bare` learns, sharded, what its reference `learned` in the same `training`.
+    """The claim that what `bare` returns learns, sharded, what its reference `learned` in `training`.
 
     `backward`: of the sharded model, if not the engine's; `alone`: units of each rank's own.
     """
 
-    bare: nn.Module
+    bare: Callable[[], nn.Module]
     learned: Run
     training: Training
     backward: Callable[[nn.Module, Tensor], object] | None = None
@@ -88,7 +88,7 @@ class Claim:
 
 
 def check_parity(world, engine, claim, device_init_mode, **settings):
-    bare, training = copy.deepcopy(claim.bare), claim.training
+    bare, training = claim.bare(), claim.training
     with own_groups(claim.alone) as unit_groups:
         spec = ShardSpec(units=bare.units, precision=claim.precision, unit_groups=unit_groups, **settings)
         sharded = shard(engine, bare, spec, device_init_mode, world.device)
@@ -146,8 +146,9 @@ def assert_each_case(run_subtests, world, engine, batches, strategy, offload):
 
     def run(model, reference=ddp, training=(), **claim):
         how = Training(batches(model.batch), **{"loss": nested_loss, "steps": 2, **dict(training)})
-        learned = train(reference(copy.deepcopy(model).to(world.device)), how)
-        whole = Claim(model, learned, how, **claim)
+        copied = copier(model)
+        learned = train(reference(copied().to(world.device)), how)
+        whole = Claim(copied, learned, how, **claim)
         run_subtests(settings, check_parity, world, engine, whole, strategy=strategy, offload=offload)
 
     return run

@@ -237,6 +237,7 @@ def check_end_to_end(world, engine, run_subtests, precision, original, settings,
     training = Training(
         lambda step: batches(step).to(world.device, original),
         lambda model, batch: LinearMixedPrecision.loss(model(batch)),
+        steps=2,
         optimizer=torch.optim.Adam,
         tolerance=dtypes.lowest,
     )

@@ -5,6 +5,7 @@ requested. Most have `units`, the submodules to shard on their own, by name or b
 which makes an input; and `loss(output, ...)`.
 """
 
+from lockstep.conformance.models.copies import copier
 from lockstep.conformance.models.dtypes import (
     BatchNormNet,
     CastingLayers,
@@ -53,5 +54,6 @@ __all__ = [
     "TensorParallelModel",
     "TransformerWithSharedParams",
     "UnevenShapes",
+    "copier",
     "resnet50",
 ]

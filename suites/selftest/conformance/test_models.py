@@ -16,6 +16,7 @@ from lockstep.conformance.models import (
     NestedWrappedModuleWithDelay,
     NonUniformReqGradNWM,
     TransformerWithSharedParams,
+    copier,
 )
 from lockstep.conformance.models.strategies import trees
 from lockstep.conformance.models.trees import Tree
@@ -122,3 +123,17 @@ def test_what_trees_are_to_lack_no_tree_has() -> None:
 
     draw()
     assert seen.keys() == {"Linear", "Gain", "Offset", "Block"}
+
+
+def test_a_copier_makes_deep_copies_of_a_model_as_it_was() -> None:
+    model = TransformerWithSharedParams()
+    wanted = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    copied = copier(model)
+    with torch.no_grad():
+        model.embed_tokens.weight.zero_()
+    first, second = copied(), copied()
+    first.embed_tokens.weight.data.fill_(1.0)
+    assert second.state_dict().keys() == wanted.keys()
+    assert all(torch.equal(tensor, wanted[name]) for name, tensor in second.state_dict().items())
+    assert second.output_proj.weight is second.embed_tokens.weight
+    assert isinstance(second.output_proj.weight, nn.Parameter)
