@@ -313,14 +313,13 @@ def replicate(fronts):
 
 @pytest.fixture
 def check_reads(world, engine, fronts):
-    """Train a `Reader` in two steps of two microbatches, and compare it with the same bare model.
+    """Train a `Reader` in two steps of two microbatches; it learns what the same bare model learns.
 
     `check(front, read)`: the first microbatches are without sync if `no_sync`; `loss(model, output)` may read
-    weights, too; the rest goes to `front.shard`.
+    weights, too; the rest goes to `front.shard`. Bare models are trained once for all cases of a test.
     """
-    import copy
     from contextlib import nullcontext
-    from functools import partial
+    from functools import cache, partial
 
     import torch
     import torch.distributed as dist
@@ -330,9 +329,18 @@ def check_reads(world, engine, fronts):
     from lockstep.conformance.models.readers import Reader
 
     require(engine, Capability.OUTSIDE_READS)
+    sgd = partial(torch.optim.SGD, lr=0.001)
 
     def mean_loss(model, output):
         return output.square().mean()
+
+    def reader(read, frozen):
+        torch.manual_seed(0)
+        return Reader(read, frozen).to(world.device)
+
+    def tokens(step, last):
+        generator = torch.Generator().manual_seed(10 * step + 2 * world.rank + last)
+        return torch.randint(5, (3,), generator=generator).to(world.device)
 
     def average_gradients(model):
         for parameter in model.parameters():
@@ -340,27 +348,31 @@ def check_reads(world, engine, fronts):
                 dist.all_reduce(parameter.grad)
                 parameter.grad /= world.size
 
-    def check(front, read, loss=mean_loss, frozen=False, no_sync=False, prepare=None, **spec):
-        front = fronts[front] if isinstance(front, str) else front
-        torch.manual_seed(0)
-        bare = Reader(read, frozen).to(world.device)
-        model = front.shard(copy.deepcopy(bare), **spec)
-        inner = front.unwrapped(model)
-        sgd = partial(torch.optim.SGD, lr=0.001)
-        optimizers = [sgd(bare.parameters()), front.optimizer(model, sgd)]
+    @cache
+    def learned(read, loss, frozen):
+        bare = reader(read, frozen)
+        optimizer = sgd(bare.parameters())
         for step in range(2):
             for last in (False, True):
-                generator = torch.Generator().manual_seed(10 * step + 2 * world.rank + last)
-                tokens = torch.randint(5, (3,), generator=generator).to(world.device)
-                loss(bare, bare(tokens)).backward()
+                loss(bare, bare(tokens(step, last))).backward()
+            average_gradients(bare)
+            optimizer.step()
+            optimizer.zero_grad()
+        return dict(bare.named_parameters())
+
+    def check(front, read, loss=mean_loss, frozen=False, no_sync=False, prepare=None, **spec):
+        front = fronts[front] if isinstance(front, str) else front
+        model = front.shard(reader(read, frozen), **spec)
+        inner = front.unwrapped(model)
+        optimizer = front.optimizer(model, sgd)
+        for step in range(2):
+            for last in (False, True):
                 if prepare:
                     prepare(inner)
                 with front.no_sync(model) if no_sync and not last else nullcontext():
-                    front.backward(model, loss(inner, model(tokens)))
-            average_gradients(bare)
-            for optimizer in optimizers:
-                optimizer.step()
-                optimizer.zero_grad()
-        assert_named_close(front.full_parameters(model), dict(bare.named_parameters()))
+                    front.backward(model, loss(inner, model(tokens(step, last))))
+            optimizer.step()
+            optimizer.zero_grad()
+        assert_named_close(front.full_parameters(model), learned(read, loss, frozen))
 
     return check

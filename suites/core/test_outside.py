@@ -4,7 +4,7 @@ import copy
 import gc
 import io
 from concurrent.futures import ThreadPoolExecutor
-from functools import partial
+from functools import cache, partial
 
 import pytest
 import torch
@@ -463,30 +463,42 @@ LOW = {
 
 @pytest.fixture
 def check_in_low_precision(world, engine, batches, fronts):
-    """Train a reader in two steps, and compare it with a bare one that computes in the same dtypes."""
+    """Train a reader in two steps; it learns what a bare one learns that computes in the same dtypes.
+
+    Bare ones are trained once for all cases of a test.
+    """
     require(engine, Capability.OUTSIDE_READS)
     make = batches(lambda generator: torch.randint(5, (3,), generator=generator))
 
-    def check(front, read, precision):
+    sgd = partial(torch.optim.SGD, lr=0.01)
+
+    def reader(read):
         torch.manual_seed(0)
-        bare = Reader(read).to(world.device)
-        model = fronts[front].shard(copy.deepcopy(bare), precision=precision)
-        sgd = partial(torch.optim.SGD, lr=0.01)
-        optimizers = [sgd(bare.parameters()), fronts[front].optimizer(model, sgd)]
-        wire = precision.reduction_dtype
+        return Reader(read).to(world.device)
+
+    @cache
+    def learned(read, precision):
+        bare, wire = reader(read), precision.reduction_dtype
+        optimizer = sgd(bare.parameters())
         for step in range(2):
             computed = copy.deepcopy(bare).to(precision.param_dtype or F32)
             computed(make(step)).float().square().mean().backward()
-            fronts[front].backward(model, model(make(step)).float().square().mean())
             found = [torch.zeros_like(p) if p.grad is None else p.grad for p in computed.parameters()]
             gradients = world.gather([gradient.to(wire) for gradient in found])
             for p, *of_ranks in zip(bare.parameters(), *gradients, strict=True):
                 mean = sum(gradient.float() for gradient in of_ranks) / world.size
                 p.grad = mean.to(world.device, wire).to(p.dtype)
-            for optimizer in optimizers:
-                optimizer.step()
-                optimizer.zero_grad()
-        assert_named_close(fronts[front].full_parameters(model), dict(bare.named_parameters()))
+            optimizer.step()
+        return dict(bare.named_parameters())
+
+    def check(front, read, precision):
+        model = fronts[front].shard(reader(read), precision=precision)
+        optimizer = fronts[front].optimizer(model, sgd)
+        for step in range(2):
+            fronts[front].backward(model, model(make(step)).float().square().mean())
+            optimizer.step()
+            optimizer.zero_grad()
+        assert_named_close(fronts[front].full_parameters(model), learned(read, precision))
 
     return check
 
