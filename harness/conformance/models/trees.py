@@ -192,12 +192,20 @@ class Tree(_Described):
             if not isinstance(part, Read) or whole:
                 continue
             unit = max((u for u in ("", *self.units) if not u or part.of.startswith(f"{u}.")), key=len)
-            inside = not unit or name.startswith(f"{unit}.")
-            around = [each for where, each in parts.items() if f"{unit}.".startswith(f"{where}.")]
+            around = [each for where, each in parts.items() if _is_within(unit, where)]
             runs = all(each.used in ("always", "unheard") for each in around)
-            if not inside and not (kept and runs and order.index(unit) < order.index(name)):
-                return False
+            for place in self._places(name, unit):
+                inside = not unit or _is_within(place, unit)
+                if not inside and not (kept and runs and order.index(unit) < order.index(place)):
+                    return False
         return True
+
+    def _places(self, name: str, unit: str) -> Iterator[str]:
+        """Yield where the part `name` is called: in its place, or by an `Again` that does not call `unit`."""
+        yield name
+        for where, part in self.named_parts():
+            if isinstance(part, Again) and _is_within(name, part.of) and not _is_within(unit, part.of):
+                yield from self._places(where, unit)
 
     def has_mixed_groups(self) -> bool:
         """Return whether a group has frozen parameters and others: one flat parameter cannot be both."""
@@ -284,6 +292,11 @@ def _built(part: Part, width: int) -> nn.Module:
             return _Read()
         case Block():
             return _Chain(part.parts, width)
+
+
+def _is_within(name: str, outer: str) -> bool:
+    """Return whether the part `name` is `outer` or in it."""
+    return f"{name}.".startswith(f"{outer}.")
 
 
 def _named(parts: tuple[Part, ...], prefix: str = "") -> Iterator[tuple[str, Part]]:

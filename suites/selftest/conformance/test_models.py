@@ -1,6 +1,7 @@
 """The models: sizes of their units, gradients, delays."""
 
 from collections import Counter
+from typing import Any
 
 import pytest
 import torch
@@ -19,7 +20,7 @@ from lockstep.conformance.models import (
     copier,
 )
 from lockstep.conformance.models.strategies import trees
-from lockstep.conformance.models.trees import Tree
+from lockstep.conformance.models.trees import Again, Block, Linear, Read, Tree
 
 
 @pytest.mark.ranks(3)
@@ -137,3 +138,28 @@ def test_a_copier_makes_deep_copies_of_a_model_as_it_was() -> None:
     assert all(torch.equal(tensor, wanted[name]) for name, tensor in second.state_dict().items())
     assert second.output_proj.weight is second.embed_tokens.weight
     assert isinstance(second.output_proj.weight, nn.Parameter)
+
+
+READ = Block((Read("0.0"),))
+
+
+@pytest.mark.parametrize(
+    ("parts", "expected"),
+    [
+        ((Block((Linear(), READ), unit=True),), (True, True)),
+        ((Block((Linear(),), unit=True), READ), (False, True)),
+        ((Block((Linear(), READ), unit=True), Again("0.1")), (False, True)),
+        ((Block((Linear(), READ), unit=True), Again("0")), (True, True)),
+        ((Block((Linear(), READ), unit=True), Block((Again("0.1"),))), (False, True)),
+        ((Block((Linear(), READ, Block((Again("0.1"),))), unit=True), Again("0.2")), (False, True)),
+        ((READ, Block((Linear(),), unit=True)), (False, False)),
+    ],
+    ids=["inside", "outside", "again_outside", "unit_again", "again_in_a_block", "again_twice", "before"],
+)
+def test_a_tree_knows_where_weights_are_read(parts: Any, expected: tuple[bool, bool]) -> None:
+    """In every forward they are there: of units that free them after theirs, and of those that keep them."""
+    tree = Tree(1, parts) if parts[0] is not READ else Tree(1, (Block((Read("1.0"),)), parts[1]))
+    assert (
+        tree.reads_kept_weights(whole=False, kept=False),
+        tree.reads_kept_weights(False, True),
+    ) == expected
