@@ -28,8 +28,8 @@ _CHOICES = ("none", "exclusive")
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addini(
         "ranks_cpu_binding",
-        "CPUs that a rank without a GPU runs on: all (none), or its own, if there are as many as ranks "
-        "(exclusive)",
+        "CPUs that a rank without a GPU runs on: all (none), or its own if there are as many as ranks, or "
+        "else those of its worker of pytest-xdist (exclusive)",
         default="none",
     )
 
@@ -47,10 +47,10 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def cpus_of(spec: RankSpec, cpus: Iterable[int]) -> set[int]:
-    """Return those of the CPUs of this process that a rank has to itself; all of them if there are too few.
+    """Return those of the CPUs of this process that a rank has to itself; if they are too few, its worker's.
 
     They are divided among the workers of pytest-xdist, and then among the ranks of a world. A worker that
-    takes the place of another, or whose id the user has chosen, has no part.
+    takes the place of another, or whose id the user has chosen, has no part, and its ranks have them all.
     """
     place, worker = spec.place, spec.session.workerinput
     rank, size = (spec.rank, spec.key.size) if place is None else (place.local_rank, place.local_size)
@@ -58,9 +58,7 @@ def cpus_of(spec: RankSpec, cpus: Iterable[int]) -> set[int]:
     if worker["workerid"] != "master":
         number = re.fullmatch(r"gw(\d+)", worker["workerid"])
         own = _part(own, int(number[1]), worker["workercount"]) if number else []
-    if size == 1:  # it wakes up no other
-        own = []
-    return set(_part(own, rank, size) or cpus)
+    return set(_part(own, rank, size) or own or cpus)
 
 
 def _part(cpus: list[int], number: int, count: int) -> list[int]:
