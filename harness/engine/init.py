@@ -21,7 +21,7 @@ from lockstep.engine.config import Ignored, UnitConfig
 from lockstep.engine.dtensor_param import place
 from lockstep.engine.gradients import AccumulatedGradients, Gradients, VisibleGradients
 from lockstep.engine.marks import OWNER
-from lockstep.engine.materialise import Materialiser, parents_first
+from lockstep.engine.materialise import Materialiser, any_on_meta, parents_first
 from lockstep.engine.mesh import device_of
 from lockstep.engine.param import LocalShard, Param, ParamRef, clean_name, joined, local_of, mark_sharded
 from lockstep.engine.param_group import ParamGroup
@@ -136,7 +136,8 @@ def _materialised(owned: Owned, config: UnitConfig) -> tuple[Param, ...]:
     """Return the unit's parameters; those of the wrapper are not on meta any more."""
     params = _collect(owned, config.ignored.parameters)
     _refuse_sharded(owned, params, config.name)
-    if config.dtensor:  # `to_empty` gives them memory after sharding
+    # `to_empty` gives those of the composable front memory after sharding.
+    if config.dtensor or not any_on_meta(module for _, module in owned):
         return params
     device = torch.device("cpu") if config.offload else _compute_device(params, config)
     materialiser = Materialiser(config.name, device, config.param_init_fn, config.ignored.parameters)

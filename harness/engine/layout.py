@@ -78,6 +78,27 @@ class Layout(ABC):
     def piece(self, index: int, shard: int) -> Piece:
         """Return the part of parameter `index` that `shard` holds."""
 
+    def pieces(self, shard: int) -> tuple[Piece, ...]:
+        """Return the part of each parameter that `shard` holds."""
+        if shard not in self._pieces:
+            self._pieces[shard] = tuple(self.piece(index, shard) for index in range(len(self.shapes)))
+        return self._pieces[shard]
+
+    def piece_shapes(self, shard: int) -> tuple[Sequence[int], ...]:
+        """Return the shape in which each of these parts is shown."""
+        if shard not in self._piece_shapes:
+            shapes = (self.piece_shape(index, shard) for index in range(len(self.shapes)))
+            self._piece_shapes[shard] = tuple(shapes)
+        return self._piece_shapes[shard]
+
+    @cached_property
+    def _pieces(self) -> dict[int, tuple[Piece, ...]]:
+        return {}
+
+    @cached_property
+    def _piece_shapes(self) -> dict[int, tuple[Sequence[int], ...]]:
+        return {}
+
     @abstractmethod
     def piece_shape(self, index: int, shard: int) -> Sequence[int]:
         """Return the shape in which that part is shown."""
@@ -120,7 +141,7 @@ class FlatLayout(Layout):
         return self.shapes[index] if self.num_shards == 1 else (len(self.piece(index, shard)),)
 
     def select(self, index: int, shard: int, value: Tensor) -> Tensor:
-        piece = self.piece(index, shard)
+        piece = self.pieces(shard)[index]
         return value.reshape(-1)[piece.start : piece.stop]
 
 

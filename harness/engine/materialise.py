@@ -96,6 +96,12 @@ class Materialiser:
                 )
 
 
+def any_on_meta(modules: Iterable[nn.Module]) -> bool:
+    """Return whether one of `modules` itself holds something on meta."""
+    own = ((*module._parameters.values(), *module._buffers.values()) for module in modules)
+    return any(tensor is not None and tensor.is_meta for tensor in chain.from_iterable(own))
+
+
 def _refs(module: nn.Module) -> Iterator[ParamRef]:
     for name, tensor in [*module._parameters.items(), *module._buffers.items()]:
         if tensor is not None:

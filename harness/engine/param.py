@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 from typing import Any
 
 import torch
@@ -141,7 +141,7 @@ class LocalShard:
         self.params = tuple(params)
         self.config = config
         self.layout = layout_of(params, config)
-        self.pieces = tuple(self.layout.piece(i, config.mesh.index) for i in range(len(params)))
+        self.pieces = self.layout.pieces(config.mesh.index)
         self.spans = tuple(slice(piece.shard_start, piece.shard_stop) for piece in self.pieces)
         self.flat = flat
         self.guarded, self.retrained = False, True
@@ -163,8 +163,7 @@ class LocalShard:
         layout, index = layout_of(params, config), config.mesh.index
         unsharded = [local_of(param.parameter) for param in params]
         values = unsharded[0].new_zeros(layout.shard_numel)
-        for i, whole in enumerate(unsharded):
-            piece = layout.piece(i, index)
+        for i, (whole, piece) in enumerate(zip(unsharded, layout.pieces(index), strict=True)):
             values[piece.shard_start : piece.shard_stop] = layout.select(i, index, whole).reshape(-1)
         offloads = config.offload and not values.is_meta
         flat = nn.Parameter(values.cpu() if offloads else values, trainable)
@@ -396,10 +395,16 @@ def _current(param: Param) -> Param:
 
 
 def layout_of(params: Sequence[Param], config: UnitConfig) -> Layout:
+    """Return the layout of `params`, the same object for units that are alike."""
     shapes, num_shards = tuple(tuple(param.shape) for param in params), config.mesh.num_shards
     if not config.dtensor:
-        return FlatLayout(shapes, num_shards)
-    return RowLayout(shapes, num_shards, tuple(param.dim for param in params))
+        return _layout(FlatLayout, shapes, num_shards)
+    return _layout(RowLayout, shapes, num_shards, tuple(param.dim for param in params))
+
+
+@lru_cache(maxsize=1024)
+def _layout(kind: Callable[..., Layout], *arguments: Any) -> Layout:
+    return kind(*arguments)
 
 
 def local_of(parameter: nn.Parameter) -> Tensor:
@@ -409,8 +414,8 @@ def local_of(parameter: nn.Parameter) -> Tensor:
 
 def _views(flat: Tensor, layout: Layout, index: int) -> tuple[Tensor, ...]:
     """Return the pieces of shard number `index`, which lie in the 1-D `flat`, in their shapes."""
-    pieces = ((layout.piece(i, index), layout.piece_shape(i, index)) for i in range(len(layout.shapes)))
-    return tuple(flat[piece.shard_start : piece.shard_stop].view(shape) for piece, shape in pieces)
+    places = zip(layout.pieces(index), layout.piece_shapes(index), strict=True)
+    return tuple(flat[piece.shard_start : piece.shard_stop].view(shape) for piece, shape in places)
 
 
 def set_data(parameter: nn.Parameter, data: Tensor) -> None:
