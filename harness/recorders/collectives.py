@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Self, TypeVar
 import torch
 
 from lockstep.recorders.tensors import named_tensors, short
-from lockstep.recorders.torch_internals import TorchDispatchMode, group_of, in_backward
+from lockstep.recorders.torch_internals import TorchDispatchMode, group_of, in_backward, untraced
 
 if TYPE_CHECKING:
     from lockstep.shm import Entry
@@ -155,6 +155,11 @@ class CollectivesLog(TorchDispatchMode):  # type: ignore[no-untyped-call]  # tor
         calls = [] if shm is None else shm.record()
         return self._misses_shm or any(call["time_created_ns"] >= self._blind_since for call in calls)
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # else torch wraps the method by `torch.compiler.disable`, see `untraced`
+
+    @untraced
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:

@@ -30,6 +30,7 @@ from lockstep.recorders.torch_internals import (
     TorchDispatchMode,
     caller_of_operator,
     in_backward,
+    untraced,
 )
 from lockstep.tracebacks import is_installed
 
@@ -229,6 +230,11 @@ class ExecutionLog(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch
 
     # Operations
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # else torch wraps the method by `torch.compiler.disable`, see `untraced`
+
+    @untraced
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:

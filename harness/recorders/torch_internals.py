@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from types import FrameType
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -23,14 +23,29 @@ __all__ = [
     "group_of",
     "in_backward",
     "is_view",
+    "untraced",
     "work_of",
     "written_arguments",
 ]
 
 
+F = TypeVar("F", bound=Callable[..., Any])
+
 COMPILED = "_orig_mod."
 """Part of the names below a module that `torch.compile(module)` returned. If it moves: the attribute of
 `torch._dynamo.OptimizedModule` that has the module."""
+
+
+def untraced(function: F) -> F:
+    """Keep torch.compile out of a function and of all that it calls.
+
+    `torch.compiler.disable` imports the compiler, which takes 0.4 s, and then adds to each call. If it moves:
+    what that uses.
+    """
+    action = torch._C._dynamo.eval_frame._FrameAction
+    skip = torch._C._dynamo.eval_frame._FrameExecStrategy(action.SKIP, action.SKIP)
+    torch._C._dynamo.eval_frame.set_code_exec_strategy(function.__code__, skip)
+    return function
 
 
 def in_backward() -> bool:

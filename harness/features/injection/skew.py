@@ -16,12 +16,12 @@ from torch import Tensor
 from lockstep.exceptions import CollectiveRace
 from lockstep.features.injection.calls import INTERCEPTION, Call, Run, caller
 from lockstep.features.injection.schedule import Schedule
-from lockstep.features.injection.torch_internals import delayed_callbacks, untraced, without_modes
+from lockstep.features.injection.torch_internals import delayed_callbacks, without_modes
 from lockstep.features.injection.work import Watched
 from lockstep.recorders.collectives import NOT_COLLECTIVES
 from lockstep.recorders.in_flight import InFlight
 from lockstep.recorders.tensors import flat_bytes, short
-from lockstep.recorders.torch_internals import TorchDispatchMode
+from lockstep.recorders.torch_internals import TorchDispatchMode, untraced
 
 __tracebackhide__ = True  # under pytest a failure points to the call
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -13,7 +13,6 @@ from torch.autograd import Variable
 
 __tracebackhide__ = True  # under pytest a failure points to the call
 
-F = TypeVar("F", bound=Callable[..., Any])
 Start = Callable[..., Any]
 """Start a collective with changed arguments, by keyword; return its handle, or None."""
 Replacement = Callable[[str, Mapping[str, Any], Start], Any]
@@ -45,17 +44,6 @@ _OPERATORS = (
     "scatter_",
     "send",
 )
-
-
-def untraced(function: F) -> F:
-    """Keep torch.compile out of a function and of all that it calls.
-
-    `torch.compiler.disable` imports the compiler. If it moves: what that uses.
-    """
-    action = torch._C._dynamo.eval_frame._FrameAction
-    skip = torch._C._dynamo.eval_frame._FrameExecStrategy(action.SKIP, action.SKIP)
-    torch._C._dynamo.eval_frame.set_code_exec_strategy(function.__code__, skip)
-    return function
 
 
 @contextlib.contextmanager
