@@ -252,11 +252,21 @@ class ComposableFront(Front):
         return clip_grad_norm_(model.parameters(), max_norm, norm_type, **settings).full_tensor()
 
     def full_parameters(self, model):
-        return {name: p.detach().full_tensor().clone() for name, p in model.named_parameters()}
+        parameters = dict(model.named_parameters())
+        return {name: p.clone() for name, p in self._full(parameters).items()}
 
     def full_gradients(self, model):
         gradients = {name: p.grad for name, p in model.named_parameters()}
-        return {name: g if g is None else g.full_tensor().clone() for name, g in gradients.items()}
+        return {name: g if g is None else g.clone() for name, g in self._full(gradients).items()}
+
+    def _full(self, dtensors):
+        from torch.distributed.tensor import DTensor
+
+        from lockstep.assertions.full_tensors import full_tensors
+
+        plain = [name for name, t in dtensors.items() if not isinstance(t, DTensor | None)]
+        assert not plain, f"between steps these are sharded: {plain}"
+        return full_tensors(dtensors)
 
 
 @pytest.fixture

@@ -17,6 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 from lockstep.assertions import divergence
 from lockstep.assertions.agreement import fail_together, gathered
 from lockstep.assertions.closeness import EXACT, Named, Tolerance, differences
+from lockstep.assertions.full_tensors import full_tensors
 from lockstep.backends.device import accelerator
 from lockstep.exceptions import Diverged
 from lockstep.recorders import active_log
@@ -59,14 +60,12 @@ def named_parameters(model: nn.Module) -> dict[str, torch.Tensor]:
 
     With DTensor parameters it is a collective.
     """
-    parameters = _without_ddp(model).named_parameters()
-    return {name: p.full_tensor() if is_dtensor(p) else p for name, p in parameters}
+    return full_tensors(dict(_without_ddp(model).named_parameters()))
 
 
 def named_gradients(model: nn.Module) -> dict[str, torch.Tensor | None]:
     """Return the gradients as `named_parameters` returns the parameters; None where there is none."""
-    gradients = {name: p.grad for name, p in _without_ddp(model).named_parameters()}
-    return {name: g.full_tensor() if is_dtensor(g) else g for name, g in gradients.items()}
+    return full_tensors({name: p.grad for name, p in _without_ddp(model).named_parameters()})
 
 
 def sgd_with_momentum(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:

@@ -323,14 +323,25 @@ class VisibleGradients(Gradients):
 
         `presence`: what the ranks show, added up. Inside `no_sync` gradients are this rank's own.
         """
+        flat = self.local(dtype)
+        return self.views(flat if self._unsynced else self._shard.gather(flat), presence)
+
+    @torch.no_grad()
+    def local(self, dtype: torch.dtype) -> Tensor:
+        """Return the visible gradients in one new 1-D tensor, which is full if they are not reduced yet."""
         shard = self._shard
         numel = shard.layout.padded_numel if self._unsynced else shard.layout.shard_numel
         flat = torch.zeros(numel, dtype=dtype, device=shard.device)
         for parameter, span in self._spans(full=self._unsynced):
             if (gradient := _dense_gradient(parameter)) is not None:
                 flat[span] = gradient.reshape(-1).to(flat.device)
-        full = flat if self._unsynced else shard.gather(flat)
-        return [view if num else None for view, num in zip(shard.layout.views(full), presence, strict=True)]
+        return flat
+
+    def views(self, full: Tensor, presence: Sequence[float]) -> list[Tensor | None]:
+        """Return the gradients that lie in the 1-D `full`, as the method `full` does."""
+        return [
+            view if num else None for view, num in zip(self._shard.layout.views(full), presence, strict=True)
+        ]
 
     @torch.no_grad()
     def write_back(self, full: Sequence[Tensor | None]) -> None:

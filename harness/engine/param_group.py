@@ -232,9 +232,13 @@ class ParamGroup:
 
     def gather_original(self) -> Tensor:
         """Return all parameters in one new 1-D tensor (padded numel, original dtype, group's device)."""
+        return self.shard.gather(self.local_original())
+
+    def local_original(self) -> Tensor:
+        """Return this rank's flat shard (original dtype), where it rests; reshard."""
         self.reshard()
         self.shard.reclaim()
-        return self.shard.gather(self.shard.flat.data)
+        return self.shard.flat.data
 
     def summon(self, full: Tensor, gradients: Sequence[Tensor | None] | None) -> None:
         """Register full original parameters that lie in `full`, with `gradients` if given."""

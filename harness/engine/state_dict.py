@@ -1,10 +1,11 @@
 """Tensors that modules see in place of their shards while they save, load or are summoned. Runs on ranks."""
 
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from itertools import chain, islice
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
@@ -15,10 +16,12 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 from lockstep.engine import collectives
 from lockstep.engine.api import GroupState, ShardingStrategy
 from lockstep.engine.gradients import VisibleGradients
-from lockstep.engine.param import LocalShard
+from lockstep.engine.param import LocalShard, joined
 from lockstep.engine.param_group import ParamGroup
 from lockstep.engine.unit import Unit
 from lockstep.engine.unsharded import fill_with_nan
+
+T = TypeVar("T")
 
 SIGNATURE = "lockstep_shard"
 """The key, among the version numbers of modules in a local state dict, of the signature of its shard."""
@@ -169,6 +172,62 @@ def summoned(units: Iterable[Unit], options: Summon) -> Iterator[None]:
             if options.with_grads and options.writeback:
                 stack.callback(_write_gradients_back, group)
         yield
+
+
+def full_parameters(units: Mapping[str, Unit]) -> dict[str, Tensor]:
+    """Return full original parameters of `units`, which are by their names. A collective of all ranks.
+
+    For models that are small: units are gathered together. One that has all may return the memory it has.
+    """
+    refuse_when_busy(units.values(), "full_parameters")
+    groups = _groups(units)
+    with torch.no_grad():
+        gathered = _gathered([(group.shard, group.local_original()) for group in groups.values()])
+    return _by_name(groups, [g.shard.layout.views(f) for g, f in zip(groups.values(), gathered, strict=True)])
+
+
+def full_gradients(units: Mapping[str, Unit]) -> dict[str, Tensor | None]:
+    """Return full gradients of `units` as `full_parameters` does; None where no rank shows one."""
+    refuse_when_busy(units.values(), "full_gradients")
+    groups = _groups(units)
+    presence = _presence(groups.values())
+    local = [_visible(group).local(group.dtypes.gradient) for group in groups.values()]
+    gathered = _gathered([(group.shard, flat) for group, flat in zip(groups.values(), local, strict=True)])
+    pairs = zip(groups.values(), gathered, strict=True)
+    return _by_name(groups, [_visible(group).views(full, presence[group]) for group, full in pairs])
+
+
+def _groups(units: Mapping[str, Unit]) -> dict[str, ParamGroup]:
+    return {name: unit.group for name, unit in units.items() if unit.group}
+
+
+def _by_name(groups: Mapping[str, ParamGroup], values: Iterable[Sequence[T]]) -> dict[str, T]:
+    """Return `values`, one for each parameter of each group, by the names of parameters in the model."""
+    return {
+        joined(name, param.name): value
+        for (name, group), of_group in zip(groups.items(), values, strict=True)
+        for param, value in zip(group.shard.params, of_group, strict=True)
+    }
+
+
+def _gathered(shards: Sequence[tuple[LocalShard, Tensor]]) -> list[Tensor]:
+    """Return of each pair what `LocalShard.gather` returns; what is full already as it is.
+
+    One gather for all that go to the same ranks in the same dtype.
+    """
+    found = [flat.to(shard.device) for shard, flat in shards]
+    alike: defaultdict[object, list[int]] = defaultdict(list)
+    for place, ((shard, _), flat) in enumerate(zip(shards, found, strict=True)):
+        if (axis := shard.config.mesh.shard) and flat.numel() == shard.layout.shard_numel:
+            alike[axis.group, flat.dtype, flat.device].append(place)
+    for places in alike.values():
+        axis, sent = shards[places[0]][0].config.mesh.shard, torch.cat([found[place] for place in places])
+        assert axis
+        full = collectives.start_gather(sent.new_empty(axis.size * len(sent)), sent, axis)()
+        pieces = full.view(axis.size, -1).split([found[place].numel() for place in places], dim=1)
+        for place, piece in zip(places, pieces, strict=True):
+            found[place] = piece.reshape(-1)
+    return found
 
 
 def _write_gradients_back(group: ParamGroup) -> None:

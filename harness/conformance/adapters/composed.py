@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
+from lockstep.assertions.full_tensors import full_tensors
 from lockstep.conformance.adapters.adapter import Adapter
 from lockstep.conformance.adapters.torch_internals import num_pre_backward_hooks
 from lockstep.conformance.capabilities import Capability, NotOffered, require
@@ -90,15 +91,16 @@ class Composed(Adapter):
             require(self, Capability.ONE_NORM)
         return full(nn.utils.clip_grad_norm_(model.parameters(), max_norm, norm_type))
 
+    @torch.no_grad()
     def full_parameters(self, model: nn.Module) -> Mapping[str, Tensor]:
-        return {name: full(p.detach()).clone() for name, p in model.named_parameters()}
+        return {name: p.clone() for name, p in full_tensors(dict(model.named_parameters())).items()}
 
     def full_gradients(self, model: nn.Module) -> Mapping[str, Tensor | None]:
-        gradients = {name: p.grad for name, p in model.named_parameters()}
-        return {name: None if g is None else full(g).clone() for name, g in gradients.items()}
+        gradients = full_tensors({name: p.grad for name, p in model.named_parameters()})
+        return {name: None if g is None else g.clone() for name, g in gradients.items()}
 
     def full_state(self, model: nn.Module) -> Mapping[str, Tensor]:
-        return {name: full(t) for name, t in model.state_dict().items()}
+        return full_tensors(model.state_dict())
 
     def summon(
         self, model: nn.Module, writeback: bool = False, with_grads: bool = False

@@ -1,7 +1,7 @@
 """The adapters of the built-in engine's two fronts. Inside a rank; imports torch."""
 
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -12,8 +12,13 @@ from lockstep.conformance.adapters.wrapped import Wrapped
 from lockstep.conformance.capabilities import Capability
 from lockstep.conformance.interface import Composable, StateDicts, Traffic, Wrapper
 from lockstep.conformance.spec import ShardSpec
+from lockstep.engine import state_dict
 from lockstep.engine.collectives import GATHER, REDUCE, SPREAD, WRAP
+from lockstep.engine.param import joined
+from lockstep.engine.unit import Unit
 from lockstep.recorders import Collective
+
+T = TypeVar("T")
 
 
 class _BuiltIn:
@@ -86,15 +91,30 @@ class Lockstep(_BuiltIn, Wrapped):
         return self.wrap(model, spec, device_id=spec.device, full_precision_in_eval=full_precision)
 
     def full_parameters(self, model: nn.Module) -> Mapping[str, Tensor]:
-        with self.summon(model):
-            return {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+        found = _whole(model, state_dict.full_parameters, lambda parameter: parameter)
+        return {name: parameter.detach().clone() for name, parameter in found.items()}
 
     def full_gradients(self, model: nn.Module) -> Mapping[str, Tensor | None]:
-        with self.summon(model, with_grads=True):
-            return {
-                name: None if parameter.grad is None else parameter.grad.clone()
-                for name, parameter in model.named_parameters()
-            }
+        found = _whole(model, state_dict.full_gradients, lambda parameter: parameter.grad)
+        return {name: None if gradient is None else gradient.clone() for name, gradient in found.items()}
+
+
+def _whole(
+    model: nn.Module, read: Callable[[Mapping[str, Unit]], dict[str, T]], own: Callable[[nn.Parameter], T]
+) -> dict[str, T]:
+    """Return what `read` returns of all units, and `own` of each parameter in none, in the model's order."""
+    named = list(model.named_modules())
+    units = {name: m._unit for name, m in named if isinstance(m, engine.FullyShardedDataParallel)}
+    found = read(units)
+    shards = [unit.group.shard for unit in units.values() if unit.group]
+    seen = {param.parameter for shard in shards for param in shard.params} | {shard.flat for shard in shards}
+    for name, module in named:
+        for last, parameter in module._parameters.items():
+            if parameter is not None and parameter not in seen:
+                seen.add(parameter)
+                found[joined(name, last)] = own(parameter)
+    places = {name: place for place, (name, _) in enumerate(named)}
+    return dict(sorted(found.items(), key=lambda pair: places[pair[0].rpartition(".")[0]]))
 
 
 class LockstepComposable(_BuiltIn, Composed):
