@@ -50,6 +50,8 @@ class BackwardPrefetch(Enum):
 class GroupState(Enum):
     """The state of a group: what it has allocated, and what its modules see."""
 
+    __hash__ = object.__hash__  # that of Enum is Python code, and a step looks up each state by it often
+
     SHARDED = auto()
     """Only the local shard exists; modules see it."""
     PREFETCHED = auto()

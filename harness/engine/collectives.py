@@ -367,7 +367,9 @@ def _sum_in_order(parts: Sequence[Tensor], divisor: float, dtype: torch.dtype) -
     sent = parts[0].dtype
     shard = parts[0].new_empty(parts[0].numel(), dtype=dtype)
     precise = torch.promote_types(sent, torch.float32)
-    pieces = zip(*(torch.split(each, _CHUNK_NUMEL) for each in (shard, *parts)), strict=True)
+    pieces: Iterable[tuple[Tensor, ...]] = [(shard, *parts)]
+    if shard.numel() > _CHUNK_NUMEL:
+        pieces = zip(*(torch.split(each, _CHUNK_NUMEL) for each in (shard, *parts)), strict=True)
     for piece, *of_ranks in pieces:
         summed = piece if dtype == precise else torch.empty_like(piece, dtype=precise)
         torch.add(of_ranks[0].to(precise), of_ranks[1], out=summed)

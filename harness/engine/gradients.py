@@ -20,7 +20,7 @@ from lockstep.engine.collectives import BufferPool, Sum
 from lockstep.engine.layout import Layout, RowLayout, Usage, copy_in
 from lockstep.engine.mesh import Axis
 from lockstep.engine.param import LocalShard, attach_gradient
-from lockstep.engine.torch_internals import gradient_hooks
+from lockstep.engine.torch_internals import gradient_hooks, without_grad
 from lockstep.engine.unsharded import UnshardedParams
 
 
@@ -75,7 +75,7 @@ class Gradients(ABC):
     def _add_shard(self, reduced: Tensor) -> None:
         """Add `reduced`, a 1-D shard in the gradient dtype, to what the user sees; call hooks."""
 
-    @torch.no_grad()
+    @without_grad
     def reduce(self, full: UnshardedParams, pool: BufferPool) -> None:
         """Start to average gradients from the leaves of `full`; `settle` shows them."""
         self.settle()
@@ -92,7 +92,7 @@ class Gradients(ABC):
 
         self.started = finished
 
-    @torch.no_grad()
+    @without_grad
     def settle(self) -> None:
         """Wait for the reduction that was started, and add its result to the visible gradients."""
         started, self.started = self.started, None
@@ -175,7 +175,7 @@ class AccumulatedGradients(Gradients):
         else:
             super().reduce(full, pool)
 
-    @torch.no_grad()
+    @without_grad
     def accumulate(self, full: UnshardedParams) -> None:
         self.settle()
         flat = self._pack(full, BufferPool())
@@ -301,7 +301,7 @@ class VisibleGradients(Gradients):
     def _shown(self) -> dict[nn.Parameter, Tensor]:
         return {p: p.grad for p, _ in self._spans(full=True) if p.grad is not None}
 
-    @torch.no_grad()
+    @without_grad
     def accumulate(self, full: UnshardedParams) -> None:
         self.settle()
         flat = self._pack(full, BufferPool())
@@ -317,7 +317,7 @@ class VisibleGradients(Gradients):
         visible = (p.parameter if shard.config.use_orig_params else shard.flat for p in shard.params)
         return [float(parameter.grad is not None) for parameter in visible]
 
-    @torch.no_grad()
+    @without_grad
     def full(self, dtype: torch.dtype, presence: Sequence[float]) -> list[Tensor | None]:
         """Return one full gradient per parameter, in its shape and `dtype`; None where no rank has one.
 
@@ -326,7 +326,7 @@ class VisibleGradients(Gradients):
         flat = self.local(dtype)
         return self.views(flat if self._unsynced else self._shard.gather(flat), presence)
 
-    @torch.no_grad()
+    @without_grad
     def local(self, dtype: torch.dtype) -> Tensor:
         """Return the visible gradients in one new 1-D tensor, which is full if they are not reduced yet."""
         shard = self._shard
@@ -343,7 +343,7 @@ class VisibleGradients(Gradients):
             view if num else None for view, num in zip(self._shard.layout.views(full), presence, strict=True)
         ]
 
-    @torch.no_grad()
+    @without_grad
     def write_back(self, full: Sequence[Tensor | None]) -> None:
         """Keep this rank's part of `full`, which the user made of what the method `full` had returned.
 

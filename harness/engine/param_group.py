@@ -21,7 +21,7 @@ from lockstep.engine.layout import copy_in, copy_out
 from lockstep.engine.marks import invalidate
 from lockstep.engine.mesh import Axis
 from lockstep.engine.param import LocalShard
-from lockstep.engine.torch_internals import outside_transforms
+from lockstep.engine.torch_internals import outside_transforms, without_grad
 from lockstep.engine.unsharded import Dtypes, Precision, UnshardedParams, fill_with_nan
 
 TRANSITIONS: Mapping[tuple[GroupState, str], GroupState] = {
@@ -299,7 +299,7 @@ class ParamGroup:
     def _after(self, verb: str) -> GroupState | None:
         return TRANSITIONS.get((self.state, verb))
 
-    @torch.no_grad()
+    @without_grad
     def _start_all_gather(self, dtypes: Dtypes) -> None:
         shard = self.shard
         shard.reclaim()
@@ -336,7 +336,7 @@ class ParamGroup:
         numel = self.shard.layout.shard_numel
         copy_out([part.view(-1, numel) for part in arrived], full.buffer, self.shard.layout)
 
-    @torch.no_grad()
+    @without_grad
     def _finish_all_gather(self) -> None:
         if self._arrive and self.full:
             self._arrive()
