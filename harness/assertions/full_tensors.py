@@ -25,7 +25,7 @@ def full_tensors(tensors: Mapping[str, Part]) -> dict[str, Part]:
     replicated DTensor comes back as its local tensor, in the same memory.
     """
     found: dict[str, Any] = {}
-    alike: dict[object, list[str]] = {}
+    alike: dict[tuple[Any, int, torch.dtype], dict[str, DTensor]] = {}
     for name, tensor in tensors.items():
         if not is_dtensor(tensor):
             found[name] = tensor
@@ -35,9 +35,9 @@ def full_tensors(tensors: Mapping[str, Part]) -> dict[str, Part]:
             found[name] = local_part(tensor)
         else:
             found[name] = None  # keeps its place
-            alike.setdefault((tensor.device_mesh, axis, tensor.dtype), []).append(name)
-    for (_, axis, _), names in alike.items():
-        found |= zip(names, _gathered([tensors[name] for name in names], axis), strict=True)
+            alike.setdefault((tensor.device_mesh, axis, tensor.dtype), {})[name] = tensor
+    for (_, axis, _), members in alike.items():
+        found |= zip(members, _gathered(list(members.values()), axis), strict=True)
     return found
 
 
@@ -60,21 +60,24 @@ def _sharded_axis(tensor: DTensor) -> int | None:
 def _gathered(tensors: Sequence[DTensor], axis: int) -> list[torch.Tensor]:
     """Return tensors that `axis` of one mesh shards, in full, by one all-gather of all their shards."""
     mesh = tensors[0].device_mesh
-    size, dims = mesh.size(axis), [tensor.placements[axis].dim for tensor in tensors]
+    placements: list[Any] = [tensor.placements[axis] for tensor in tensors]
+    size, dims = mesh.size(axis), [placement.dim for placement in placements]
     rows = [-(-tensor.shape[dim] // size) for tensor, dim in zip(tensors, dims, strict=True)]
     numels = [
         count * (tensor.numel() // max(tensor.shape[dim], 1))
         for tensor, dim, count in zip(tensors, dims, rows, strict=True)
     ]
     sent = local_part(tensors[0]).new_zeros(sum(numels))
-    for tensor, place in zip(tensors, sent.split(numels), strict=True):
+    for tensor, place in zip(tensors, torch.split(sent, numels), strict=True):
         local = local_part(tensor)
         place[: local.numel()] = local.reshape(-1)
     of_ranks = sent.new_empty(size, len(sent))
     if len(sent):
         dist.all_gather(list(of_ranks), sent, group=mesh.get_group(axis))
     found = []
-    for tensor, dim, count, parts in zip(tensors, dims, rows, of_ranks.split(numels, dim=1), strict=True):
+    for tensor, dim, count, parts in zip(
+        tensors, dims, rows, torch.split(of_ranks, numels, dim=1), strict=True
+    ):
         pieces, shape = [], list(tensor.shape)
         for rank, part in enumerate(parts):
             shape[dim] = min(max(tensor.shape[dim] - rank * count, 0), count)

@@ -224,7 +224,8 @@ def _gathered(shards: Sequence[tuple[LocalShard, Tensor]]) -> list[Tensor]:
         axis, sent = shards[places[0]][0].config.mesh.shard, torch.cat([found[place] for place in places])
         assert axis
         full = collectives.start_gather(sent.new_empty(axis.size * len(sent)), sent, axis)()
-        pieces = full.view(axis.size, -1).split([found[place].numel() for place in places], dim=1)
+        numels = [found[place].numel() for place in places]
+        pieces = torch.split(full.view(axis.size, -1), numels, dim=1)
         for place, piece in zip(places, pieces, strict=True):
             found[place] = piece.reshape(-1)
     return found

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from functools import wraps
 from operator import attrgetter
-from typing import Any, TypeVar, cast
+from typing import Any, TypeGuard, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
@@ -132,7 +132,7 @@ def count_as_parameter(tensor: Tensor) -> None:
     tensor._is_param = True
 
 
-def counts_as_parameter(tensor: Tensor) -> bool:
+def counts_as_parameter(tensor: Tensor) -> TypeGuard[nn.Parameter]:
     """Return whether `isinstance(tensor, nn.Parameter)` holds, in a third of its time where it does."""
     return (
         type(tensor) is nn.Parameter

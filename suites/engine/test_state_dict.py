@@ -1,6 +1,7 @@
 """A sharded model's state dict of each type: contents, loading and refusals."""
 
 import weakref
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -11,7 +12,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from lockstep.assertions import assert_named_close, local_part
 from lockstep.assertions.closeness import EXACT
 from lockstep.conformance import ShardSpec
-from lockstep.conformance.models import UnevenShapes
+from lockstep.conformance.models import NestedWrappedModule, UnevenShapes
 from lockstep.engine import (
     FullOptimStateDictConfig,
     FullStateDictConfig,
@@ -349,3 +350,54 @@ def test_sharded_and_local_state_is_illegal_inside_summon(world, engine, kind):
         pytest.raises(RuntimeError, match="state_dict is illegal inside summon_full_params"),
     ):
         model.state_dict()
+
+
+def reads(engine, model):
+    return engine.full_parameters(model), engine.full_gradients(model)
+
+
+def shown(engine, model):
+    """Return what `reads` does, as `summon_full_params` shows it."""
+    with engine.summon(model, with_grads=True):
+        parameters = dict(model.named_parameters())
+        gradients = {name: p.grad if p.grad is None else p.grad.clone() for name, p in parameters.items()}
+        return {name: p.detach().clone() for name, p in parameters.items()}, gradients
+
+
+@pytest.mark.parametrize("synced", [True, False])
+@pytest.mark.parametrize("use_orig_params", [True, False])
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize(("kind", "ignored"), [(NestedWrappedModule, ("module.0",)), (UnevenShapes, ())])
+def test_full_reads_are_what_summon_shows(engine, world, strategy, use_orig_params, synced, kind, ignored):
+    torch.manual_seed(0)
+    bare = kind().to(world.device)
+    settings = {"strategy": strategy, "use_orig_params": use_orig_params, "ignored": ignored}
+    model = engine.shard(bare, ShardSpec(units=bare.units, device=world.device, **settings))
+    before = reads(engine, model)
+    assert set(before[1].values()) == {None}
+    with nullcontext() if synced else engine.no_sync(model):
+        engine.backward(model, model(torch.ones(2, 8, device=world.device) * (1 + world.rank)).sum())
+    found, expected = reads(engine, model), shown(engine, model)
+    for actual, wanted in zip(found, expected, strict=True):
+        assert list(actual) == list(wanted)
+        assert_named_close(actual, wanted, EXACT)
+    assert any(gradient.any() for gradient in found[1].values())
+    for value in found[0].values():
+        value.zero_()
+    assert_named_close(engine.full_parameters(model), before[0], EXACT)
+
+
+@pytest.mark.ranks(2)
+def test_full_reads_gather_units_together(engine, world):
+    model = shard(engine, world)
+    with CollectivesLog() as log:
+        engine.full_parameters(model)
+    assert sum(log.counts().values()) == 1
+
+
+def test_full_reads_are_refused_in_a_forward(engine, world):
+    model = shard(engine, world)
+    inner = engine.unwrapped(model)
+    inner.register_forward_hook(lambda *_: engine.full_parameters(model))
+    with pytest.raises(RuntimeError, match="full_parameters is illegal inside forward"):
+        model(torch.ones(2, 8, device=world.device))

@@ -138,11 +138,18 @@ def test_a_rank_starts_without_what_few_tests_use() -> None:
     )
 
 
-def test_assertions_load_no_dtensor() -> None:
+def test_assertions_load_no_dtensor_and_logs_no_compiler() -> None:
     """A test file that imports them is imported by the controller, too, before its first test runs."""
-    code = "import sys, lockstep.assertions; print('torch.distributed.tensor' in sys.modules)"
+    code = (
+        "import sys, torch, lockstep.assertions\n"
+        "from lockstep.recorders import CollectivesLog\n"
+        "from lockstep.recorders.execution import ExecutionLog\n"
+        "with CollectivesLog(), ExecutionLog():\n"
+        "    torch.ones(1).add(1)\n"
+        "print('torch.distributed.tensor' in sys.modules, 'torch._dynamo' in sys.modules)"
+    )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout.split() == ["False"]
+    assert done.stdout.split() == ["False", "False"]
 
 
 # In the names of all functions of torch.distributed that move data between ranks.
