@@ -58,7 +58,7 @@ def per_rank_batches(
 def named_parameters(model: nn.Module) -> dict[str, torch.Tensor]:
     """Return the parameters of an unsharded, DDP or DTensor model unsharded, without DDP's prefix.
 
-    With DTensor parameters it is a collective.
+    With DTensor parameters it is a collective, and they come without autograd's history.
     """
     return full_tensors(dict(_without_ddp(model).named_parameters()))
 

@@ -177,7 +177,7 @@ def summoned(units: Iterable[Unit], options: Summon) -> Iterator[None]:
 def full_parameters(units: Mapping[str, Unit]) -> dict[str, Tensor]:
     """Return full original parameters of `units`, which are by their names. A collective of all ranks.
 
-    For models that are small: units are gathered together. One that has all may return the memory it has.
+    For models that are small: units are gathered together. A unit with one shard returns its own memory.
     """
     refuse_when_busy(units.values(), "full_parameters")
     groups = _groups(units)
@@ -198,7 +198,10 @@ def full_gradients(units: Mapping[str, Unit]) -> dict[str, Tensor | None]:
 
 
 def _groups(units: Mapping[str, Unit]) -> dict[str, ParamGroup]:
-    return {name: unit.group for name, unit in units.items() if unit.group}
+    groups = {name: unit.group for name, unit in units.items() if unit.group}
+    for group in groups.values():
+        group.reshard()
+    return groups
 
 
 def _by_name(groups: Mapping[str, ParamGroup], values: Iterable[Sequence[T]]) -> dict[str, T]:
@@ -211,7 +214,7 @@ def _by_name(groups: Mapping[str, ParamGroup], values: Iterable[Sequence[T]]) ->
 
 
 def _gathered(shards: Sequence[tuple[LocalShard, Tensor]]) -> list[Tensor]:
-    """Return of each pair what `LocalShard.gather` returns; what is full already as it is.
+    """Return of each pair all shards end to end; what is full already as it is.
 
     One gather for all that go to the same ranks in the same dtype.
     """

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from typing import Any
 
 import pytest
@@ -79,3 +80,10 @@ def test_what_is_divided_twice_or_not_summed_torch_makes_whole(world: Any) -> No
     parts = DTensor.from_local(numbers(3), mesh, [Partial(), Replicate()])
     assert full_tensors({"twice": twice})["twice"].tolist() == numbers(8).tolist()
     assert full_tensors({"parts": parts})["parts"].tolist() == [2.0, 4.0, 6.0]
+
+
+@pytest.mark.ranks(2)
+def test_many_bytes_go_by_several_gathers(world: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys.modules["lockstep.assertions.full_tensors"], "_MOST_BYTES", 64)
+    mesh = world.mesh(2)
+    check({str(i): distribute_tensor(numbers(8) + i, mesh, [Shard(0)]) for i in range(5)}, gathers=3)
