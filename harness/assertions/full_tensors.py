@@ -24,9 +24,9 @@ def full_tensors(tensors: Mapping[str, Part]) -> dict[str, Part]:
     """Return the tensors by the same names, DTensors in full, anything else as it is.
 
     A collective: every rank of the meshes calls it with the same names. Those that are alike in mesh, sharded
-    axis and dtype are gathered together, 64 MiB at a time: `DTensor.full_tensor` takes a collective for each,
-    and 0.4 ms. One that no axis divides comes back as its local tensor, in the same memory. None that was a
-    DTensor has a history of autograd.
+    axis and dtype are gathered together, 64 MiB at a time: `DTensor.full_tensor` takes a collective for each.
+    One that no axis divides comes back as its local tensor, in the same memory. None that was a DTensor has a
+    history of autograd.
     """
     found: dict[str, Any] = {}
     alike: dict[tuple[Any, ...], dict[str, DTensor]] = {}
@@ -49,7 +49,7 @@ def full_tensors(tensors: Mapping[str, Part]) -> dict[str, Part]:
 
 
 def _sharded_axis(tensor: DTensor) -> int | None:
-    """Return the one axis of the mesh that shards evenly or as torch.chunk does, -1 where none does.
+    """Return the one axis of the mesh that shards, as torch.chunk does; -1 where none shards.
 
     None where only `full_tensor` knows how the parts fit together, or how they are sent.
     """

@@ -36,7 +36,7 @@ class BufferPool:
     def take(self, numel: int, dtype: torch.dtype, device: torch.device, axis: Axis | None = None) -> Tensor:
         """Return a 1-D buffer of `numel` elements: one that is free and large enough, else a new one.
 
-        One to be sent to the ranks of `axis` lies where they read it, if they do so in place; it need not be
+        One to be sent to the ranks of `axis` lies where they read it, if they read in place; it need not be
         given back.
         """
         if axis and axis.in_place:

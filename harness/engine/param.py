@@ -16,7 +16,7 @@ from lockstep.engine.config import UnitConfig
 from lockstep.engine.guard import Guard, stand_in
 from lockstep.engine.layout import FlatLayout, Layout, RowLayout
 from lockstep.engine.marks import OWNER, Owner, invalidate
-from lockstep.engine.torch_internals import count_as_parameter, counts_as_parameter, local_tensor
+from lockstep.engine.torch_internals import count_as_parameter, local_tensor
 
 INNER = "_sharded_module"
 """The attribute of a wrapper that holds the module it wraps."""
@@ -32,8 +32,9 @@ class ParamRef:
     name: str
 
     def read(self) -> object:
-        found = self.module._parameters.get(self.name)
-        return getattr(self.module, self.name, None) if found is None else found
+        module, name = self.module, self.name
+        found = module.__dict__.get(name, module._parameters.get(name))  # as getattr finds it, but quicker
+        return getattr(module, name, None) if found is None else found
 
     def put(self, value: Tensor) -> None:
         """Make the module read `value`: registered if it is an nn.Parameter, a plain attribute if not."""
@@ -44,7 +45,7 @@ class ParamRef:
         is_flat = name == FLAT and INNER in module._modules  # that of a wrapper
         if is_flat or type(module).__setattr__ is nn.Module.__setattr__:
             # As that does, in a tenth of its time: each parameter is exchanged four times in a step.
-            if counts_as_parameter(value):
+            if isinstance(value, nn.Parameter):
                 module.__dict__.pop(name, None)
                 registered[name] = value
             else:

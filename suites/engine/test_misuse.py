@@ -59,6 +59,14 @@ def test_a_replaced_parameter_is_refused_by_name(world, nested, batch):
         model(batch)
 
 
+def test_a_parameter_behind_a_plain_attribute_is_refused(nested, batch):
+    model = nested(use_orig_params=True)
+    layer = model.module.module[0]
+    layer.__dict__["weight"] = layer.weight.detach().clone()  # what the module reads from now on
+    with pytest.raises(RuntimeError, match=r"parameter 'module\.0\.weight' was exchanged"):
+        model(batch)
+
+
 def test_second_derivatives_are_refused(nested, batch):
     loss = nested()(batch).sum()
     with pytest.raises(NotImplementedError, match="create_graph=True"):
