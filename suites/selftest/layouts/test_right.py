@@ -222,11 +222,10 @@ THREADS_OF_A_GROUP = 3  # two that run collectives, and the loop of its sockets
 @pytest.mark.parametrize("number", range(6))
 @pytest.mark.layouts(fsdp=(2,), tp=(2,))
 def test_no_thread_of_gloo_stays_behind(layout: Layout, number: int) -> None:
-    """The two groups of a layout end with those of others: with five, there are more than MOST_WAITING."""
+    """The two groups of a layout end with those of others; those of five more would be too many threads."""
     assert_same_as_unsharded(layout, build_even, shard_in_place, pairs(), mean_square)
     THREADS.append(len(os.listdir("/proc/self/task")))
     assert THREADS[-1] <= THREADS[0] + THREADS_OF_A_GROUP * MOST_WAITING
-    assert number < 5 or THREADS[-1] <= THREADS[0] < THREADS[-2]
 
 
 @pytest.mark.layouts(dp=(1, 2), ep=(1, 2), at_most=4)
