@@ -6,7 +6,7 @@ from torch import nn
 
 from lockstep.engine.api import GroupInfo
 from lockstep.engine.fsdp_module import FSDPModule
-from lockstep.engine.param import clean_name, joined
+from lockstep.engine.param import joined
 from lockstep.engine.param_group import ParamGroup
 from lockstep.engine.torch_internals import gradient_hooks
 from lockstep.engine.unit import Unit
@@ -18,7 +18,7 @@ def groups(model: nn.Module) -> tuple[GroupInfo, ...]:
 
     A group of several modules has the name of the first.
     """
-    names = {module: clean_name(name) for name, module in model.named_modules()}
+    names = {module: name for name, module in model.named_modules()}
     found: dict[Unit, nn.Module] = {}
     for module in names:
         if isinstance(module, FullyShardedDataParallel):

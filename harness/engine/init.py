@@ -23,7 +23,7 @@ from lockstep.engine.gradients import AccumulatedGradients, Gradients, VisibleGr
 from lockstep.engine.marks import OWNER
 from lockstep.engine.materialise import Materialiser, any_on_meta, parents_first
 from lockstep.engine.mesh import device_of
-from lockstep.engine.param import LocalShard, Param, ParamRef, clean_name, joined, local_of, mark_sharded
+from lockstep.engine.param import LocalShard, Param, ParamRef, joined, local_of, mark_sharded
 from lockstep.engine.param_group import ParamGroup
 from lockstep.engine.unit import Unit
 from lockstep.engine.unsharded import Precision
@@ -115,7 +115,7 @@ def _refuse_disagreement(
 
     def ignored() -> list[str]:
         named = (found for module in modules for found in module.named_parameters())
-        return [clean_name(name) for name, parameter in named if parameter in config.ignored.parameters]
+        return [name for name, parameter in named if parameter in config.ignored.parameters]
 
     found = [collectives.gather_wrapped(mine, ignored, group, device) for group in config.mesh.groups]
     for rank, (theirs, ignored_there) in (pair for ranks in found for pair in enumerate(ranks)):

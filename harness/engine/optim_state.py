@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from lockstep.engine import collectives
 from lockstep.engine.api import StateDictSettings, StateDictType
 from lockstep.engine.layout import Piece
-from lockstep.engine.param import FLAT, LocalShard, clean_name, joined
+from lockstep.engine.param import FLAT, LocalShard, joined
 from lockstep.engine.state_dict import SAME_SHARD, as_dtensors, full_tensor, signature
 from lockstep.engine.torch_internals import CHECKPOINTED
 from lockstep.engine.unit import Unit
@@ -194,9 +194,8 @@ def view_of(
             params[shard.flat] = OptimParam(joined(prefix, FLAT), shard.flat, originals, shard)
     for name, parameter in model.named_parameters():
         if parameter not in params:
-            found = _original_name(clean_name(name))
-            whole = OriginalParam(found, parameter.shape, Piece(0, parameter.numel(), 0))
-            params[parameter] = OptimParam(clean_name(name), parameter, (whole,), None)
+            whole = OriginalParam(_original_name(name), parameter.shape, Piece(0, parameter.numel(), 0))
+            params[parameter] = OptimParam(name, parameter, (whole,), None)
     default = dist.group.WORLD
     assert default is not None
     outermost = shards[0][0].config.mesh.groups if shards else (default,)

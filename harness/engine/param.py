@@ -452,13 +452,6 @@ def attach_gradient(parameter: nn.Parameter, gradient: Tensor | None) -> None:
         parameter.grad = gradient
 
 
-def clean_name(name: str) -> str:
-    """Return `name` as it is in the unsharded model."""
-    if INNER not in name:
-        return name
-    return ".".join(part for part in name.split(".") if part != INNER)
-
-
 def joined(prefix: str, name: str) -> str:
     """Return `name` below the module that is called `prefix`, `""` for the model itself."""
     return f"{prefix}.{name}" if prefix and name else prefix or name

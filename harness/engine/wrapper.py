@@ -18,7 +18,7 @@ from lockstep.engine.materialise import parents_first
 from lockstep.engine.mesh import ProcessGroups
 from lockstep.engine.param import FLAT as _FLAT
 from lockstep.engine.param import INNER as _INNER
-from lockstep.engine.param import ParamRef, clean_name
+from lockstep.engine.param import ParamRef, joined
 from lockstep.engine.root import RootState
 from lockstep.engine.state_dict import Summon, refuse_when_busy, summoned
 from lockstep.engine.torch_internals import untraced_itself
@@ -210,13 +210,23 @@ class FullyShardedDataParallel(WrapperState):
         """Return the units in `module`, itself included, outer before inner; with `root_only` roots."""
         return [unit for unit in _wrappers(module) if unit.check_is_root() or not root_only]
 
-    def named_modules(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Module]]:
+    def named_modules(
+        self, memo: set[nn.Module] | None = None, prefix: str = "", remove_duplicate: bool = True
+    ) -> Iterator[tuple[str, nn.Module]]:
         """Yield modules under the names they have in the unsharded model; unit and wrapped module share one.
 
         Names of parameters and buffers come from here, for modules around this one as well.
         """
-        for name, module in super().named_modules(*args, **kwargs):
-            yield clean_name(name), module
+        memo = set() if memo is None else memo
+        if self in memo:
+            return
+        if remove_duplicate:
+            memo.add(self)
+        yield prefix, self
+        for name, module in self._modules.items():
+            if module is not None:
+                below = prefix if name == _INNER else joined(prefix, name)
+                yield from module.named_modules(memo, below, remove_duplicate)
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:

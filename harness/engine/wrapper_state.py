@@ -18,7 +18,7 @@ from lockstep.engine.api import (
     StateDictType,
 )
 from lockstep.engine.optim_state import OptimizerView, view_of
-from lockstep.engine.param import FLAT, INNER, ParamRef, clean_name, joined
+from lockstep.engine.param import FLAT, INNER, ParamRef, joined
 from lockstep.engine.state_dict import (
     SAME_SHARD,
     SIGNATURE,
@@ -79,7 +79,7 @@ class WrapperState(nn.Module):
         for path, module in self.module.named_modules(remove_duplicate=False):
             for name in module._buffers:
                 if dtype := self._unit.buffers.dtypes.get(ParamRef(module, name)):
-                    key = prefix + joined(clean_name(path), name)
+                    key = prefix + joined(path, name)
                     if key in found:
                         found[key] = found[key].to(dtype)
         if self._state_settings.state_dict_config.offload_to_cpu:
@@ -100,7 +100,7 @@ class WrapperState(nn.Module):
         wrappers = [wrapper for _, wrapper in _wrappers(self)]
         refuse_when_busy((wrapper._unit for wrapper in wrappers), "load_state_dict")
         versions = module_versions(state_dict)
-        versions_here = {name: versions.get(clean_name(name), {}) for name in _registered_names(self)}
+        versions_here = {name: versions.get(_clean_name(name), {}) for name in _registered_names(self)}
         try:
             found = super().load_state_dict(new_state_dict(state_dict, versions_here), strict, assign)
         except BaseException as error:
@@ -109,7 +109,7 @@ class WrapperState(nn.Module):
             if isinstance(error, RuntimeError):
                 raise RuntimeError(str(error).replace(f"{INNER}.", "")) from None
             raise
-        missing, unexpected = ([clean_name(name) for name in names] for names in found)
+        missing, unexpected = ([_clean_name(name) for name in names] for names in found)
         return found._replace(missing_keys=missing, unexpected_keys=unexpected)
 
     @staticmethod
@@ -309,8 +309,13 @@ class WrapperState(nn.Module):
 
 
 def _wrappers(model: nn.Module) -> list[tuple[str, WrapperState]]:
-    """Return all wrappers in `model` with clean names, outer before inner."""
-    return [(clean_name(name), m) for name, m in model.named_modules() if isinstance(m, WrapperState)]
+    """Return all wrappers in `model` by name, outer before inner."""
+    return [(name, m) for name, m in model.named_modules() if isinstance(m, WrapperState)]
+
+
+def _clean_name(name: str) -> str:
+    """Return `name`, of a module or an entry of its state, as it is in the unsharded model."""
+    return ".".join(part for part in name.split(".") if part != INNER)
 
 
 def _registered_names(module: nn.Module, prefix: str = "") -> Iterator[str]:

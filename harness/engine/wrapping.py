@@ -14,7 +14,6 @@ from torch import nn
 from lockstep.engine.api import MixedPrecision
 from lockstep.engine.config import UnitConfig
 from lockstep.engine.materialise import children_first, parents_first
-from lockstep.engine.param import clean_name
 
 Overrides = Mapping[str, Any]
 WrapFunction = Callable[..., bool]
@@ -183,9 +182,8 @@ def wrap_below(
     for unit in units:
         skipped = {*config.ignored.states, *unit.parameters()}
         for module in () if unit in below_ignored else policy.choose(unit, skipped):
-            name = clean_name(
-                next((name for name, found in root.named_modules() if found is unit), type(unit).__name__)
-            )
+            names = (name for name, found in root.named_modules() if found is unit)
+            name = next(names, type(unit).__name__)
             raise ValueError(
                 f"auto_wrap_policy: it chooses a {type(module).__name__} in {name!r}, which is a "
                 f"{type(unit).__name__} already; wrap a module by hand or by policy, not both: leave it out "
