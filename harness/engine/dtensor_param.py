@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import cast
 
 import torch
 from torch import Tensor, nn
@@ -21,6 +22,7 @@ from lockstep.engine.param import Param, local_of, set_data
 from lockstep.engine.torch_internals import (
     StridedShard,
     concatenated,
+    count_as_parameter,
     dtensor_spec,
     local_tensor,
     set_local_tensor,
@@ -53,7 +55,7 @@ class DTensorPlacement:
         # `from_local` would copy what is offloaded to the device of the mesh.
         return DTensor(_at_start(local).detach(), dtensor_spec(about), requires_grad=False)  # type: ignore[no-untyped-call]
 
-    def leaf(self, unsharded: Tensor, trainable: bool) -> nn.Parameter:
+    def leaf(self, unsharded: Tensor, trainable: bool) -> Tensor:
         """Return the parameter that modules compute with, which lies in the memory of `unsharded`."""
         if self.given is None:
             return nn.Parameter(unsharded, trainable)
@@ -62,7 +64,7 @@ class DTensorPlacement:
         shown = DTensor.from_local(
             unsharded, given.mesh, given.placements, run_check=False, shape=given.shape, stride=stride
         )
-        return nn.Parameter(shown, trainable)
+        return _as_parameter(shown, trainable)
 
 
 @dataclass(frozen=True)
@@ -76,7 +78,7 @@ class DTensorParam(Param):
         return self.placement.dim
 
     def showing(self, piece: Tensor) -> DTensorParam:
-        parameter = nn.Parameter(self.placement.tensor(piece), self.parameter.requires_grad)
+        parameter = _as_parameter(self.placement.tensor(piece), self.parameter.requires_grad)
         return replace(self, parameter=parameter)
 
     @property
@@ -112,6 +114,13 @@ class DTensorParam(Param):
     def copy(self) -> DTensorParam:
         """Return a `Param` for the same modules with a parameter of its own; shares the memory."""
         return self.showing(self.piece)
+
+
+def _as_parameter(tensor: DTensor, trainable: bool) -> nn.Parameter:
+    """Return `tensor`, of no graph, as a parameter: nn.Parameter would dispatch a `detach` first."""
+    count_as_parameter(tensor)
+    tensor.requires_grad_(trainable)
+    return cast(nn.Parameter, tensor)
 
 
 def place(params: Sequence[Param], wanted: Sequence[object], config: UnitConfig) -> list[DTensorParam]:
