@@ -177,6 +177,8 @@ class ResultsOnOtherMeshes:
             return found
 
         setattr(type(propagator), find.__name__, recall)
+        if make := getattr(type(propagator), "_propagate_tensor_meta_non_cached", None):
+            type(propagator)._propagate_tensor_meta_non_cached = _remembering(make, is_traced)
         # The cache of the propagator holds the method that this replaces.
         propagator.propagate_op_sharding = type(cached)(propagator.propagate_op_sharding_non_cached)
 
@@ -189,6 +191,44 @@ class ResultsOnOtherMeshes:
             self._num_tensors = 0
         self._recipes[key] = recipe
         self._num_tensors += num_tensors
+
+
+def _remembering(make: Callable[..., Any], is_traced: Callable[[], bool]) -> Callable[..., Any]:
+    """Return `make`, which runs an operator on fake tensors, keeping what it returns for equal ones.
+
+    Where they lie does not matter for the shapes, strides and dtypes that it returns: neither placements nor
+    meshes, but for the type of device.
+    """
+    kept: dict[Hashable, Any] = {}
+
+    @functools.wraps(make)
+    def remember(propagator: Any, op_schema: Any) -> Any:
+        key = None
+        if not is_traced() and op_schema.op.namespace == "aten":  # others may be of a test
+            with contextlib.suppress(*_UNKNOWN):
+                arguments = _whole_key(op_schema.args_schema), _whole_key(op_schema.kwargs_schema)
+                key = op_schema.op, arguments, torch.get_default_dtype()
+                if (found := kept.get(key)) is not None:
+                    return found
+        found = make(propagator, op_schema)
+        if key is not None:
+            if len(kept) >= MAX_TENSORS:
+                kept.clear()
+            kept[key] = found
+        return found
+
+    return remember
+
+
+def _whole_key(value: Any) -> Hashable:
+    """Return what decides of an argument whose shards do not matter."""
+    if isinstance(value, _PLAIN):
+        return _key(value, [])
+    if isinstance(value, list | tuple):
+        return type(value), *map(_whole_key, value)
+    if isinstance(value, dict):
+        return tuple((name, _whole_key(each)) for name, each in value.items())
+    return _state(value)["tensor_meta"], value.mesh.device_type
 
 
 def _num_tensors(spec: Any) -> int:

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor._redistribute import use_min_cost_redistribution_plan
 from torch.distributed.tensor.experimental import register_sharding
 from torch.testing._internal.distributed.fake_pg import FakeStore
@@ -67,6 +67,15 @@ def test_an_operator_runs_on_fake_tensors_once_for_all_meshes(make_mesh, modes):
     assert 0 < num_modes[0] == num_modes[1] < num_modes[2]
 
 
+def test_shapes_are_found_once_for_all_placements(make_mesh, modes, double):
+    num_modes = []
+    for placement, value in [(Shard(0), 1.5), (Shard(1), 1.5), (Replicate(), 1.5), (Replicate(), True)]:
+        product = distribute_tensor(torch.ones(4, 6, dtype=torch.int64), make_mesh(), [placement]) * value
+        assert (product.shape, product.dtype) == ((4, 6), torch.int64 if value is True else torch.float64)
+        num_modes.append(len(modes))
+    assert 0 < num_modes[0] == num_modes[1] == num_modes[2] < num_modes[3]
+
+
 def test_results_have_the_mesh_of_their_arguments(make_mesh):
     for _ in range(2):
         ones = DTensor.from_local(torch.ones(2), mesh := make_mesh(), [Shard(0)])
@@ -75,18 +84,16 @@ def test_results_have_the_mesh_of_their_arguments(make_mesh):
         assert (square @ square).full_tensor().tolist() == [[2, 2], [2, 2]]
 
 
-@pytest.mark.parametrize("order", ["abab", "abba"])
-def test_arguments_may_be_on_several_meshes_of_the_same_ranks(make_mesh, modes, order):
+@pytest.mark.parametrize(("order", "rows"), [("abab", [1, 2, 3, 4]), ("abba", [5, 6, 7, 8])])
+def test_arguments_may_be_on_several_meshes_of_the_same_ranks(make_mesh, modes, order, rows):
     num_modes = []
     for _ in range(2):
         by_name = {"a": make_mesh(), "b": make_mesh()}
         meshes = [by_name[name] for name in order * 5]
-        rows = [1, 2, 3, 4] * 5
-        sharded = [
-            DTensor.from_local(torch.ones(n), mesh, [Shard(0)]) for n, mesh in zip(rows, meshes, strict=True)
-        ]
+        pairs = zip(rows * 5, meshes, strict=True)
+        sharded = [DTensor.from_local(torch.ones(n), mesh, [Shard(0)]) for n, mesh in pairs]
         scaled = torch._foreach_mul(sharded, 3.0)
-        assert [each.full_tensor().tolist() for each in scaled] == [[3.0] * 2 * n for n in rows]
+        assert [each.full_tensor().tolist() for each in scaled] == [[3.0] * 2 * n for n in rows * 5]
         assert [each.device_mesh is mesh for each, mesh in zip(scaled, meshes, strict=True)] == [True] * 20
         num_modes.append(len(modes))
     assert 0 < num_modes[0] == num_modes[1]
