@@ -14,7 +14,7 @@ from lockstep.assertions import (
     named_gradients,
 )
 from lockstep.conformance import Capability, Precision, offers, require
-from lockstep.conformance.models import KnownGradient, KnownGradients, NestedWrappedModule
+from lockstep.conformance.models import KnownGradient, KnownGradients, NestedWrappedModule, copier
 
 pytestmark = pytest.mark.ranks(2)
 
@@ -59,10 +59,10 @@ def train(world, front, reference, model):
 @pytest.mark.basic(4)
 def test_norm_and_clipped_gradients_equal_the_unsharded_ones(world, front, run_subtests):
     """pytorch#88955: the norm was not reduced, or counted once per rank."""
+    copied = copier(NestedWrappedModule())
 
     def check(norm_type, offload_and_frozen=False, **how):
-        reference = NestedWrappedModule().to(world.device)
-        bare = copy.deepcopy(reference)
+        reference, bare = copied().to(world.device), copied()
         for module in (reference, bare):
             module.module[2].requires_grad_(not offload_and_frozen)
         model = front.shard(bare, offload=offload_and_frozen)

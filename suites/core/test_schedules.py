@@ -3,7 +3,6 @@
 Under the mark `skew` each rank is delayed by a seed, and what uses a collective's tensors too early fails.
 """
 
-import copy
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass, field
@@ -18,7 +17,7 @@ from torch.utils.checkpoint import checkpoint
 from lockstep.assertions import assert_named_close
 from lockstep.assertions.closeness import EXACT
 from lockstep.conformance import Capability, offers, require
-from lockstep.conformance.models import NestedWrappedModule
+from lockstep.conformance.models import NestedWrappedModule, copier
 
 pytestmark = pytest.mark.ranks(2)
 
@@ -97,10 +96,10 @@ def lives(world, batches):
 
     def make(front, life, **spec):
         batch = batches(NestedWrappedModule.batch)
-        bare = life.model()
+        copied = copier(life.model())
 
         def again():
-            return live(front, front.shard(copy.deepcopy(bare), **life.spec, **spec), batch, life)
+            return live(front, front.shard(copied(), **life.spec, **spec), batch, life)
 
         return again, again()
 

@@ -16,7 +16,7 @@ from lockstep.assertions import (
     named_gradients,
 )
 from lockstep.conformance import Capability, offers
-from lockstep.conformance.models import AlwaysWrapNestedWrappedModule, NestedWrappedModule
+from lockstep.conformance.models import AlwaysWrapNestedWrappedModule, NestedWrappedModule, copier
 from lockstep.recorders.tensors import named_tensors
 
 pytestmark = pytest.mark.ranks(2)
@@ -189,11 +189,11 @@ def with_elements(gradients):
 
 @pytest.fixture
 def check_training(world, engine, fronts):
-    """Train both models two steps of two backwards each; compare gradients and parameters."""
+    """Train two copies two steps of two backwards each, one sharded; compare gradients and parameters."""
 
-    def check(front, bare, **spec):
+    def check(front, copied, **spec):
         front = fronts[front]
-        reference, inner = copy.deepcopy(bare).to(world.device), copy.deepcopy(bare)
+        reference, inner = copied().to(world.device), copied()
         model = front.shard(inner, **spec)
         adam = partial(torch.optim.Adam, lr=0.1)
         optimizers = [adam(reference.parameters()), front.optimizer(model, adam)]
@@ -261,39 +261,40 @@ EVERY_MODEL = pytest.mark.parametrize("model", MODELS)
 @pytest.mark.ranks(1, 2, 3)
 @EVERY_MODEL
 def test_gradients_and_parameters_equal_the_unsharded_ones(check_training, run_subtests, model):
-    run_subtests({"front": FRONTS[model]}, check_training, bare=MODELS[model]())
+    run_subtests({"front": FRONTS[model]}, check_training, copied=copier(MODELS[model]()))
 
 
 @pytest.mark.ranks(4)
 @pytest.mark.parametrize("model", ["nested", "odd_shapes", "odd_dimensions", "nothing"])
 def test_four_ranks_that_mostly_hold_nothing_train_the_same(check_training, run_subtests, model):
-    run_subtests({"front": FRONTS[model]}, check_training, bare=MODELS[model]())
+    run_subtests({"front": FRONTS[model]}, check_training, copied=copier(MODELS[model]()))
 
 
 @pytest.mark.ranks(1, 2, 3)
 @pytest.mark.parametrize("model", PARTLY_FROZEN)
 def test_frozen_parts_of_a_group_stay_as_they_are(check_training, run_subtests, model):
-    run_subtests({"front": WITH_ORIGINALS + COMPOSABLE}, check_training, bare=PARTLY_FROZEN[model]())
+    copied = copier(PARTLY_FROZEN[model]())
+    run_subtests({"front": WITH_ORIGINALS + COMPOSABLE}, check_training, copied=copied)
 
 
 @EVERY_MODEL
 def test_offloaded_shards_train_the_same(check_training, run_subtests, model):
     """torch 2.13 refuses its default on a host without accelerator: it pins memory."""
     settings = {"front": FRONTS[model], "offload": [True]}
-    run_subtests(settings, check_training, bare=MODELS[model]())
+    run_subtests(settings, check_training, copied=copier(MODELS[model]()))
 
 
 @pytest.mark.parametrize("model", [model for model, fronts in FRONTS.items() if OWN[0] in fronts])
 def test_models_train_the_same_when_memory_is_really_freed(monkeypatch, check_training, run_subtests, model):
     # It fills memory with NaN and holds it.
     monkeypatch.delenv("LOCKSTEP_ENGINE_DEBUG", raising=False)
-    run_subtests({"front": WITH_ORIGINALS}, check_training, bare=MODELS[model]())
+    run_subtests({"front": WITH_ORIGINALS}, check_training, copied=copier(MODELS[model]()))
 
 
 @pytest.mark.parametrize("model", [model for model, fronts in FRONTS.items() if "fully_shard" in fronts])
 def test_models_train_the_same_freed_or_kept_after_forward(check_training, run_subtests, model):
     settings = {"front": ["fully_shard"], "reshard_after_forward": [True, False]}
-    run_subtests(settings, check_training, bare=MODELS[model]())
+    run_subtests(settings, check_training, copied=copier(MODELS[model]()))
 
 
 def test_gradient_reaches_the_input_through_a_wholly_frozen_unit(world, engine, shard, strategy):

@@ -3,7 +3,6 @@
 After PyTorch's test/distributed/fsdp/test_fsdp_mixed_precision.py, the end-to-end check.
 """
 
-import copy
 import dataclasses
 
 import pytest
@@ -21,7 +20,7 @@ from lockstep.assertions import (
     unsharded_with_casts,
 )
 from lockstep.conformance import Capability, Precision, ShardSpec, offers, trainee
-from lockstep.conformance.models import LinearMixedPrecision, NestedLinearMixedPrecision
+from lockstep.conformance.models import LinearMixedPrecision, NestedLinearMixedPrecision, copier
 from lockstep.recorders import CollectivesLog, ForwardDtypes
 
 F16, BF16, F32, F64 = torch.float16, torch.bfloat16, torch.float32, torch.float64
@@ -242,13 +241,15 @@ def check_end_to_end(world, engine, run_subtests, precision, original, settings,
         tolerance=dtypes.lowest,
     )
     casts = precision.param_dtype, precision.reduce_dtype, precision.buffer_dtype
-    models = [model(original).to(world.device) for model in MODELS]  # training seeds each rank differently
-    learned = [train(unsharded_with_casts(copy.deepcopy(bare), *casts), training) for bare in models]
+    # Training seeds each rank differently.
+    models = [copier(model(original).to(world.device)) for model in MODELS]
+    learned = [train(unsharded_with_casts(copied(), *casts), training) for copied in models]
 
     def check(scaler=False, **case):
-        for bare, run in zip(models, learned, strict=True):
+        for copied, run in zip(models, learned, strict=True):
+            bare = copied()
             how = ShardSpec(precision=precision, units=bare.units, device=world.device, **spec, **case)
-            subject = Subject(world, engine, copy.deepcopy(bare), how, dtypes)
+            subject = Subject(world, engine, bare, how, dtypes)
             check_training(engine, subject, run, training, scaler)
 
     run_subtests(settings, check)
