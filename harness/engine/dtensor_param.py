@@ -119,7 +119,7 @@ class DTensorParam(Param):
 def _as_parameter(tensor: DTensor, trainable: bool) -> nn.Parameter:
     """Return `tensor`, of no graph, as a parameter: nn.Parameter would dispatch a `detach` first."""
     count_as_parameter(tensor)
-    tensor.requires_grad_(trainable)
+    tensor.requires_grad = trainable
     return cast(nn.Parameter, tensor)
 
 

@@ -218,6 +218,20 @@ def test_modules_around_units_see_clean_names(world):
     assert {name for name, _ in bare.named_modules()} == {"", "inside", "inside.0", "inside.1", "head"}
 
 
+@pytest.mark.parametrize("remove_duplicate", [True, False])
+def test_named_modules_may_have_a_prefix_and_duplicates(world, remove_duplicate):
+    shared = nn.Linear(8, 8)
+    bare = nn.Sequential(shared, nn.Sequential(shared)).to(world.device)
+
+    def names(model):
+        named = model.named_modules(prefix="model", remove_duplicate=remove_duplicate)
+        return [name for name, module in named if not isinstance(module, FullyShardedDataParallel)]
+
+    expected = names(bare)
+    assert expected == ["model", "model.0", "model.1", "model.1.0"][: 3 if remove_duplicate else 4]
+    assert names(FullyShardedDataParallel(bare, auto_wrap_policy=always_wrap_policy)) == expected
+
+
 def test_get_parameter_and_get_submodule_take_clean_names(world):
     bare = nn.Sequential(nn.Linear(8, 8), nn.Sequential(nn.Linear(8, 8))).to(world.device)
     model = FullyShardedDataParallel(bare, auto_wrap_policy=always_wrap_policy, use_orig_params=True)
