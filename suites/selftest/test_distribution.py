@@ -78,7 +78,7 @@ def wheel(checkout: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The wheel that the sdist builds, as a release does: it lacks what the sdist lacks."""
     sdist, path = build(checkout, "sdist", tmp_path_factory.mktemp("sdist")), tmp_path_factory.mktemp("wheel")
     with tarfile.open(sdist) as archive:
-        archive.extractall(path, filter="data")
+        archive.extractall(path, **({"filter": "data"} if hasattr(tarfile, "data_filter") else {}))
     return build(path / sdist.name.removesuffix(".tar.gz"), "wheel", path / "built")
 
 

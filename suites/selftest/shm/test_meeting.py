@@ -35,7 +35,7 @@ def descriptors() -> list[str]:
 def no_descriptor_is_left() -> Iterator[None]:
     before = descriptors()
     yield
-    assert descriptors() == before
+    assert {*descriptors()} <= {*before}  # what an earlier test has left may go in this one
 
 
 def failing(rank: int, size: int, store: dist.Store, timeout: datetime.timedelta = 5 * SECOND) -> str:
