@@ -132,6 +132,22 @@ def _take_ended_groups() -> None:
                 del groups[name]
 
 
+class Kept(dict[Hashable, Any]):
+    """Results of operators, up to so many tensors that these got and returned."""
+
+    num_tensors = 0
+
+    def keep(self, key: Hashable, value: Any, num_tensors: int) -> None:
+        """Keep a value, in the place of all others if they would have more than MAX_TENSORS together."""
+        if num_tensors > MAX_TENSORS:
+            return
+        if self.num_tensors + num_tensors > MAX_TENSORS:
+            self.clear()
+            self.num_tensors = 0
+        self[key] = value
+        self.num_tensors += num_tensors
+
+
 class ResultsOnOtherMeshes:
     """Shardings of torch's own operators, kept for meshes over other groups of the same ranks.
 
@@ -140,8 +156,7 @@ class ResultsOnOtherMeshes:
     """
 
     def __init__(self) -> None:
-        self._recipes: dict[Hashable, _Recipe] = {}
-        self._num_tensors = 0
+        self._recipes = Kept()
 
     def install(self, propagator: Any) -> None:
         """Look up results here before a propagator finds them.
@@ -173,7 +188,7 @@ class ResultsOnOtherMeshes:
             with contextlib.suppress(*_UNKNOWN):
                 recipe = _recipe(found, places)
                 if recipe(meshes) == found:  # of another version of torch it might not be
-                    self._keep(key, recipe, len(meshes) + _num_tensors(found.output_spec))
+                    self._recipes.keep(key, recipe, len(meshes) + _num_tensors(found.output_spec))
             return found
 
         setattr(type(propagator), find.__name__, recall)
@@ -182,16 +197,6 @@ class ResultsOnOtherMeshes:
         # The cache of the propagator holds the method that this replaces.
         propagator.propagate_op_sharding = type(cached)(propagator.propagate_op_sharding_non_cached)
 
-    def _keep(self, key: Hashable, recipe: _Recipe, num_tensors: int) -> None:
-        """Keep a result, in the place of all others if they would have too many tensors together."""
-        if num_tensors > MAX_TENSORS:
-            return
-        if self._num_tensors + num_tensors > MAX_TENSORS:
-            self._recipes.clear()
-            self._num_tensors = 0
-        self._recipes[key] = recipe
-        self._num_tensors += num_tensors
-
 
 def _remembering(make: Callable[..., Any], is_traced: Callable[[], bool]) -> Callable[..., Any]:
     """Return `make`, which runs an operator on fake tensors, keeping what it returns for equal ones.
@@ -199,35 +204,36 @@ def _remembering(make: Callable[..., Any], is_traced: Callable[[], bool]) -> Cal
     Where they lie does not matter for the shapes, strides and dtypes that it returns: neither placements nor
     meshes, but for the type of device.
     """
-    kept: dict[Hashable, Any] = {}
+    kept = Kept()
 
     @functools.wraps(make)
     def remember(propagator: Any, op_schema: Any) -> Any:
+        tensors: list[Any] = []
         key = None
         if not is_traced() and op_schema.op.namespace == "aten":  # others may be of a test
             with contextlib.suppress(*_UNKNOWN):
-                arguments = _whole_key(op_schema.args_schema), _whole_key(op_schema.kwargs_schema)
-                key = op_schema.op, arguments, torch.get_default_dtype()
+                given = op_schema.args_schema, op_schema.kwargs_schema
+                key = op_schema.op, _whole_key(given, tensors), torch.get_default_dtype()
                 if (found := kept.get(key)) is not None:
                     return found
         found = make(propagator, op_schema)
         if key is not None:
-            if len(kept) >= MAX_TENSORS:
-                kept.clear()
-            kept[key] = found
+            returned = len(found) if type(found) in (list, tuple) else 1
+            kept.keep(key, found, len(tensors) + returned)
         return found
 
     return remember
 
 
-def _whole_key(value: Any) -> Hashable:
-    """Return what decides of an argument whose shards do not matter."""
+def _whole_key(value: Any, tensors: list[Any]) -> Hashable:
+    """Return what decides of an argument whose shards do not matter; what describes tensors is added."""
     if isinstance(value, _PLAIN):
         return _key(value, [])
     if isinstance(value, list | tuple):
-        return type(value), *map(_whole_key, value)
+        return type(value), *(_whole_key(each, tensors) for each in value)
     if isinstance(value, dict):
-        return tuple((name, _whole_key(each)) for name, each in value.items())
+        return tuple((name, _whole_key(each, tensors)) for name, each in value.items())
+    tensors.append(value)
     return _state(value)["tensor_meta"], value.mesh.device_type
 
 

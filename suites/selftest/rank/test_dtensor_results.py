@@ -20,7 +20,7 @@ from torch.distributed.tensor._redistribute import use_min_cost_redistribution_p
 from torch.distributed.tensor.experimental import register_sharding
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from lockstep.rank.dtensor_internals import MAX_TENSORS, NotKept, ResultsOnOtherMeshes, rules_of
+from lockstep.rank.dtensor_internals import MAX_TENSORS, Kept, NotKept, rules_of
 
 pytestmark = pytest.mark.ranks(2)
 ALONE = pytest.mark.ranks(1, group=False)
@@ -100,7 +100,7 @@ def test_arguments_may_be_on_several_meshes_of_the_same_ranks(make_mesh, modes, 
 
 
 def test_results_of_too_many_tensors_are_dropped():
-    results, kept = ResultsOnOtherMeshes(), []
+    known, kept = Kept(), []
     for name, num_tensors in [
         ("a", MAX_TENSORS - 1),
         ("b", 1),
@@ -109,16 +109,16 @@ def test_results_of_too_many_tensors_are_dropped():
         ("e", MAX_TENSORS - 2),
         ("f", 1),
     ]:
-        results._keep(name, len, num_tensors)
-        kept.append("".join(results._recipes))
+        known.keep(name, len, num_tensors)
+        kept.append("".join(known))
     assert kept == ["a", "ab", "c", "c", "ce", "f"]
 
 
 def test_tensors_that_an_operator_returns_count(make_mesh, monkeypatch):
     kept = []
-    monkeypatch.setattr(ResultsOnOtherMeshes, "_keep", lambda self, key, recipe, num: kept.append(num))
+    monkeypatch.setattr(Kept, "keep", lambda self, key, value, num: kept.append(num))
     DTensor.from_local(torch.ones(6, 4), make_mesh(), [Shard(1)]).unbind(0)
-    assert kept == [1 + 6]
+    assert kept == [1 + 6] * 2  # its shapes, and how it is sharded
 
 
 def test_no_result_keeps_a_mesh(world):

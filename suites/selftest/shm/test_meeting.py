@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import datetime
 import errno
@@ -27,15 +28,20 @@ from suites.selftest.shm.ends import SECOND, meet_all
 CARD = Card(meeting.PROTOCOL, "2.0", "here", 5, (1, 2, 3))
 
 
-def descriptors() -> list[str]:
-    return os.listdir("/proc/self/fd")
+def descriptors() -> set[tuple[str, str]]:
+    """Return the open descriptors, and what each is of."""
+    found = set()
+    for name in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(FileNotFoundError):  # of the list itself
+            found.add((name, os.readlink(f"/proc/self/fd/{name}")))
+    return found
 
 
 @pytest.fixture
 def no_descriptor_is_left() -> Iterator[None]:
     before = descriptors()
     yield
-    assert {*descriptors()} <= {*before}  # what an earlier test has left may go in this one
+    assert descriptors() <= before  # what an earlier test has left may go in this one
 
 
 def failing(rank: int, size: int, store: dist.Store, timeout: datetime.timedelta = 5 * SECOND) -> str:
