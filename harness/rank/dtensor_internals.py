@@ -213,9 +213,10 @@ def _remembering(make: Callable[..., Any], is_traced: Callable[[], bool]) -> Cal
         if not is_traced() and op_schema.op.namespace == "aten":  # others may be of a test
             with contextlib.suppress(*_UNKNOWN):
                 given = op_schema.args_schema, op_schema.kwargs_schema
-                key = op_schema.op, _whole_key(given, tensors), torch.get_default_dtype()
-                if (found := kept.get(key)) is not None:
+                wanted = op_schema.op, _whole_key(given, tensors), torch.get_default_dtype()
+                if (found := kept.get(wanted)) is not None:
                     return found
+                key = wanted  # it has a hash, as those of symbolic sizes have not
         found = make(propagator, op_schema)
         if key is not None:
             returned = len(found) if type(found) in (list, tuple) else 1

@@ -16,11 +16,13 @@ import torch.distributed as dist
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor._redistribute import use_min_cost_redistribution_plan
 from torch.distributed.tensor.experimental import register_sharding
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from lockstep.rank.dtensor_internals import MAX_TENSORS, Kept, NotKept, rules_of
+from lockstep.rank.dtensor_internals import MAX_TENSORS, Kept, NotKept, _remembering, rules_of
 
 pytestmark = pytest.mark.ranks(2)
 ALONE = pytest.mark.ranks(1, group=False)
@@ -119,6 +121,15 @@ def test_tensors_that_an_operator_returns_count(make_mesh, monkeypatch):
     monkeypatch.setattr(Kept, "keep", lambda self, key, value, num: kept.append(num))
     DTensor.from_local(torch.ones(6, 4), make_mesh(), [Shard(1)]).unbind(0)
     assert kept == [1 + 6] * 2  # its shapes, and how it is sharded
+
+
+def test_shapes_of_symbolic_sizes_are_found_each_time(make_mesh):
+    size = ShapeEnv().create_unbacked_symint()
+    spec = DTensorSpec(make_mesh(), (Replicate(),), TensorMeta(torch.Size([size]), (1,), torch.float32))
+    schema = SimpleNamespace(op=aten.detach.default, args_schema=(spec,), kwargs_schema={})
+    made = iter("ab")
+    find = _remembering(lambda *_: next(made), lambda: False)
+    assert [find(propagator, schema) for _ in range(2)] == ["a", "b"]
 
 
 def test_no_result_keeps_a_mesh(world):
