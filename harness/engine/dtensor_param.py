@@ -55,7 +55,7 @@ class DTensorPlacement:
         # `from_local` would copy what is offloaded to the device of the mesh.
         return DTensor(_at_start(local).detach(), dtensor_spec(about), requires_grad=False)  # type: ignore[no-untyped-call]
 
-    def leaf(self, unsharded: Tensor, trainable: bool) -> Tensor:
+    def leaf(self, unsharded: Tensor, trainable: bool) -> nn.Parameter:
         """Return the parameter that modules compute with, which lies in the memory of `unsharded`."""
         if self.given is None:
             return nn.Parameter(unsharded, trainable)

@@ -78,6 +78,7 @@ def wheel(checkout: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The wheel that the sdist builds, as a release does: it lacks what the sdist lacks."""
     sdist, path = build(checkout, "sdist", tmp_path_factory.mktemp("sdist")), tmp_path_factory.mktemp("wheel")
     with tarfile.open(sdist) as archive:
+        # Python 3.11 has filters since 3.11.4.
         archive.extractall(path, **({"filter": "data"} if hasattr(tarfile, "data_filter") else {}))
     return build(path / sdist.name.removesuffix(".tar.gz"), "wheel", path / "built")
 

@@ -226,6 +226,8 @@ def test_no_thread_of_gloo_stays_behind(layout: Layout, number: int) -> None:
     assert_same_as_unsharded(layout, build_even, shard_in_place, pairs(), mean_square)
     THREADS.append(len(os.listdir("/proc/self/task")))
     assert THREADS[-1] <= THREADS[0] + THREADS_OF_A_GROUP * MOST_WAITING
+    # After which of them they end depends on how many of earlier tests wait.
+    assert len(THREADS) < 6 or min(THREADS[1:]) <= THREADS[0]
 
 
 @pytest.mark.layouts(dp=(1, 2), ep=(1, 2), at_most=4)
