@@ -37,7 +37,7 @@ from lockstep.launch.multiprocessing_internals import (
     without_main_module,
 )
 from lockstep.place import Moved
-from lockstep.process_tree import children_of, end, with_descendants
+from lockstep.process_tree import children_of, end, is_running, with_descendants
 from lockstep.specification import RankSpec, WorldKey
 
 DYING = 2.0
@@ -193,11 +193,12 @@ class RankProcess:
 
     def kill(self) -> None:
         """End the process at once, with what it has started."""
-        pid = self.pid
+        pid, is_alive = self.pid, self.process.is_alive()
         # Spawned ranks have no server that ends what a test has put into a session of its own.
-        below = with_descendants({pid}) if self.process.is_alive() else set()
-        with contextlib.suppress(ProcessLookupError, PermissionError):
-            os.killpg(pid, signal.SIGKILL)
+        below = with_descendants({pid}) if is_alive else set()
+        if is_alive or not is_running(pid):  # else the number is that of another process by now
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.killpg(pid, signal.SIGKILL)
         for each in below - {pid}:
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.kill(each, signal.SIGKILL)
@@ -407,7 +408,8 @@ class ProcessLauncher:
 
     def forget(self, started: StartedRank) -> None:
         """Remove a rank that is gone, and end processes of its tests that its own end has not reached."""
-        Path(f"{self.directory}/ranks/{started.pid}").unlink(missing_ok=True)
+        if not is_running(started.pid):  # else a rank that was started since may have its number
+            Path(f"{self.directory}/ranks/{started.pid}").unlink(missing_ok=True)
         parent = server_pid()
         if self.forks and parent is not None:
             end(lambda: self._strays(parent), patience=0.0)

@@ -240,9 +240,10 @@ def test_the_proof_of_a_host_cannot_be_taken_to_an_agent(between: Callable[..., 
 def test_an_agent_forgets_the_ranks_that_are_gone() -> None:
     agent = Agent(HERE, 2, RIGHT)
     agent._launcher = launcher = ProcessLauncher("spawn", RankProgram("module:rank"))
-    rank = Path(launcher.directory, "ranks", "7")
+    gone = 1 << 22  # the least number that no process of Linux has
+    rank = Path(launcher.directory, "ranks", str(gone))
     rank.touch()
-    agent.forget(Mock(pid=7))
+    agent.forget(Mock(pid=gone))
     assert not rank.exists()
     agent._launcher = None
     agent.close()

@@ -127,6 +127,33 @@ def test_a_killed_rank_ends_with_what_it_has_started(tmp_path: Path) -> None:
     rank.kill()
 
 
+def test_a_process_that_has_got_the_number_of_a_rank_lives_on(launcher: Any, sleeping: Any) -> None:
+    file = Path(launcher.directory, "ranks", str(sleeping.pid))
+    file.touch()
+    ended: Any = SimpleNamespace(pid=sleeping.pid, is_alive=lambda: False)
+    rank = RankProcess(ended, None)  # type: ignore[arg-type]
+    rank.kill()
+    launcher.forget(rank)
+    assert (sleeping.poll(), file.exists()) == (None, True)
+    sleeping.kill()
+    sleeping.wait()
+    launcher.forget(rank)
+    assert not file.exists()
+
+
+def test_a_group_is_killed_though_its_leader_has_ended() -> None:
+    program = "import subprocess, sys\nprint(subprocess.Popen(['sleep', '60']).pid, flush=True)"
+    with subprocess.Popen(
+        [sys.executable, "-c", program], stdout=subprocess.PIPE, start_new_session=True, text=True
+    ) as leader:
+        assert leader.stdout is not None
+        below = os.pidfd_open(int(leader.stdout.readline()))
+        leader.wait()
+        RankProcess(SimpleNamespace(pid=leader.pid, is_alive=lambda: False), None).kill()  # type: ignore[arg-type]
+        assert processes.wait([below], 10)
+        os.close(below)
+
+
 def test_a_rank_is_as_its_process() -> None:
     child: Any = Child(5, sentinel=9, code=3)
     rank = RankProcess(child, None)  # type: ignore[arg-type]
@@ -254,6 +281,7 @@ def test_what_tests_left_ends_with_their_rank(launcher: Any, monkeypatch: pytest
     ended: list[tuple[set[int], float]] = []
     monkeypatch.setattr(processes, "end", lambda pids, patience: ended.append((pids(), patience)))
     monkeypatch.setattr(processes, "children_of", lambda pid: {1, 2, 3})
+    monkeypatch.setattr(processes, "is_running", lambda pid: False)
     ranks = Path(launcher.directory, "ranks")
     for pid in (1, 2):
         (ranks / str(pid)).touch()
