@@ -172,7 +172,7 @@ def _run_startup_hooks() -> None:
             import coverage
 
             started = coverage.process_startup()
-            if sys.version_info >= (3, 14):
+            if sys.version_info >= (3, 13):
                 # That of the server goes on, and what saves it at the end has been cleared in this fork.
                 if started is None and (measuring := coverage.Coverage.current()):
                     atexit.register(measuring.save)

@@ -59,3 +59,17 @@ def test_controllers_of_pytest_n_keep_output(distributed: Run) -> None:
     kept = distributed.path / "kept"
     assert [path.name for path in (kept / "outside-of-tests").glob("*")] == ["gw0"]
     assert (kept / "test_it.py" / "test_killed" / "rank-0.stdout").read_text() == "dying\n"
+
+
+def test_lines_that_ran_in_adopted_processes_are_counted(tmp_path: Path) -> None:
+    (tmp_path / "work.py").write_text("def work(rank):\n    assert rank == 0\n")
+    spawns = "import torch.multiprocessing as mp, work\ndef test_it():\n    mp.spawn(work.work, nprocs=1)\n"
+    (tmp_path / "test_it.py").write_text(spawns)
+    (tmp_path / ".coveragerc").write_text("[run]\npatch = subprocess\n")
+    adopts = ("--ranks-adopt=spawn", "--ranks-adopt-report", "-o", "ranks_adopt_spawn=processes")
+    measures = ("--cov=work", "--cov-report=json")
+    # A new interpreter: in its server, which is another one, coverage is started before anything is forked.
+    done = run_pytest(tmp_path, "-p", "no:cacheprovider", *adopts, *measures, fresh=True)
+    assert "1 process from the server" in done.output
+    measured = json.loads((tmp_path / "coverage.json").read_text())["files"]
+    assert measured["work.py"]["missing_lines"] == []

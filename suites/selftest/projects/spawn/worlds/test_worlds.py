@@ -178,5 +178,5 @@ def test_context():
 
 
 def test_lambda_cannot_be_sent():
-    with pytest.raises(Exception, match="pickle"):
+    with pytest.raises(Exception, match="local object"):  # not pickled, or in Python 3.13 not found
         mp.spawn(lambda rank: None, nprocs=1)
