@@ -117,10 +117,13 @@ class Examples:
         self._rank.begin_case(case, case)
         self.running.begin(self._run, self._count)
         attempt.run(runner, function)
-        votes, results = self._vote(attempt, case)
-        self.running.end()
-        if any(vote.outcome == "failed" for vote in votes):
-            self._repair(case)
+        with unexplained():  # how ranks free and meet each other after a failure says nothing of its cause
+            votes, results = self._vote(attempt, case)
+            self.running.end()
+            has_failed = any(vote.outcome == "failed" for vote in votes)
+            if has_failed:
+                self._repair(case)
+        if has_failed:
             self._fail(attempt, votes, results)
         self._expect_all_alike(attempt, votes, results)
         attempt.share(results)
@@ -162,8 +165,7 @@ class Examples:
         own = self._rank.group.is_aborted, count_collectives(), count_groups()
         states = self.exchange(f"the end of {case}", own)
         if any(is_aborted for is_aborted, _, _ in states) or len(set(states)) > 1:
-            with unexplained():
-                self._rank.repair()
+            self._rank.repair()
 
     def _fail(self, attempt: Attempt, votes: tuple[Vote, ...], results: list[ExampleResult]) -> None:
         """Raise this rank's failure of an example that failed on at least one rank."""

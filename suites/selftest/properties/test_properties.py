@@ -33,7 +33,7 @@ def test_a_failure_on_one_rank_is_shrunk(session: FaultSession) -> None:
     assert "number=100," in _example(session, "test_one_rank")
     assert "assert (1 == 0 or 100 < 100)" in verdict.text
     assert session.place("# on rank 1") in verdict.text
-    assert "lockstep/rank" not in verdict.text  # of lines that only failing examples have run
+    assert "Explanation" not in verdict.text  # what follows a failure, the repair of the group, is none
 
 
 def test_a_failure_is_reported_with_its_reproduce_failure(session: FaultSession) -> None:
@@ -42,7 +42,9 @@ def test_a_failure_is_reported_with_its_reproduce_failure(session: FaultSession)
 
 def test_ranks_that_wait_for_the_failed_one_shrink_with_it(session: FaultSession) -> None:
     verdict = session["test_before_a_collective"]
-    assert "distributed_c10d.py" not in verdict.text  # of lines that only failing examples have run
+    explained = re.search(r"only run by failing \w+ \w+:\nE +\S+/(.*)\nE +\n", verdict.text)
+    assert explained is not None
+    assert explained[1] == session.place("# run by failing examples alone")
     assert "number=100," in _example(session, "test_before_a_collective")
     assert verdict.head()[0] == "rank 1 of 2 failed"
 

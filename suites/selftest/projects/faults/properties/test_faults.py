@@ -39,7 +39,8 @@ def test_one_rank(world, number):
 @settings(phases=tuple(Phase))
 @given(st.integers())
 def test_before_a_collective(world, number):
-    assert world.rank == 0 or number < 100
+    if world.rank == 1 and number >= 100:
+        assert number < 100  # run by failing examples alone
     dist.all_reduce(torch.ones(1))
 
 
