@@ -214,7 +214,8 @@ class Project:
     def assert_nothing_is_left(self, seconds: float = 5) -> None:
         """Wait for the end of all processes; no temporary file stays, and no socket, which is one."""
         wait_for(lambda: not self.processes(), "no rank, server or child of a test is left", seconds)
-        assert self.temporary_files() == []
+        left = self.temporary_files()
+        assert not left, left
 
 
 def wait_for(condition: Callable[[], object], what: str, seconds: float = 120) -> None:
