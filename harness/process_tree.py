@@ -46,6 +46,27 @@ def with_descendants(pids: set[int]) -> set[int]:
     return found
 
 
+def start_of(pid: int) -> str:
+    """Return when a process started, in the kernel's ticks since it booted, a process not waited for too.
+
+    With its number this names a process for ever; it is "" where there is no such process, or no /proc.
+    """
+    with contextlib.suppress(OSError):
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19]  # "starttime" in proc(5)
+    return ""
+
+
+def kill_group(leader: int, began: str) -> None:
+    """Kill the processes of a group, whether its leader lives or has ended; nothing where that is another.
+
+    Args:
+        began: `start_of` the leader, "" where it is not known.
+    """
+    if not began or start_of(leader) in ("", began):
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(leader, signal.SIGKILL)
+
+
 def is_running(pid: int) -> bool:
     """Return whether a process exists and has not ended; one that was not waited for yet (a zombie) has."""
     try:

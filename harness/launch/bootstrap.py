@@ -15,6 +15,7 @@ from typing import Protocol
 
 from lockstep.launch.limits import explain
 from lockstep.launch.multiprocessing_internals import close_server_pipe, forget_start_method
+from lockstep.process_tree import start_of
 from lockstep.protocol import StartFailed
 from lockstep.specification import RankSpec
 
@@ -84,7 +85,7 @@ def _take_over(spec: RankSpec) -> None:
     # live until its last rank ends, which may never be.
     close_server_pipe()
     forget_start_method()
-    Path(spec.directory, "..", "ranks", str(os.getpid())).touch()
+    Path(spec.directory, "..", "ranks", str(os.getpid())).write_text(start_of(os.getpid()))
     session = spec.session
     os.environ.clear()
     os.environ.update(session.environ)

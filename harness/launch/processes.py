@@ -37,7 +37,7 @@ from lockstep.launch.multiprocessing_internals import (
     without_main_module,
 )
 from lockstep.place import Moved
-from lockstep.process_tree import children_of, end, is_running, with_descendants
+from lockstep.process_tree import children_of, end, kill_group, start_of, with_descendants
 from lockstep.specification import RankSpec, WorldKey
 
 DYING = 2.0
@@ -99,6 +99,10 @@ class StartedRank(Protocol):
     def pid(self) -> int: ...
 
     @property
+    def began(self) -> str:
+        """`start_of` the process, "" on another host: once it has ended, another may have its number."""
+
+    @property
     def host(self) -> str:
         """Name of the host that it runs on, where ranks run on several; "" for this one."""
 
@@ -157,6 +161,7 @@ class RankProcess:
 
     process: BaseProcess | ChildProcess
     wire: Connection
+    began: str
     host: str = ""
     is_lost: ClassVar[bool] = False
     moved: ClassVar[Moved] = ()
@@ -193,12 +198,10 @@ class RankProcess:
 
     def kill(self) -> None:
         """End the process at once, with what it has started."""
-        pid, is_alive = self.pid, self.process.is_alive()
+        pid = self.pid
         # Spawned ranks have no server that ends what a test has put into a session of its own.
-        below = with_descendants({pid}) if is_alive else set()
-        if is_alive or not is_running(pid):  # else the number is that of another process by now
-            with contextlib.suppress(ProcessLookupError, PermissionError):
-                os.killpg(pid, signal.SIGKILL)
+        below = with_descendants({pid}) if self.process.is_alive() else set()
+        kill_group(pid, self.began)
         for each in below - {pid}:
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.kill(each, signal.SIGKILL)
@@ -358,13 +361,15 @@ class ProcessLauncher:
                 f"{server.last_words(self.directory) or 'it wrote no output'}"
             ) from None
         theirs.close()
+        assert process.pid is not None
+        began = start_of(process.pid)
         if not self.forks:
-            return RankProcess(process, ours)
+            return RankProcess(process, ours, began)
         if wire is not None:  # other controllers' worlds may end before it says itself that it is a rank
-            Path(f"{self.directory}/ranks/{process.pid}").touch()
+            Path(f"{self.directory}/ranks/{process.pid}").write_text(began)
         pid = server_pid()
         child = ChildProcess(process, lambda: server_pid() == pid and not _has_ended(pid))
-        return RankProcess(child, ours)
+        return RankProcess(child, ours, began)
 
     def _await_end_of_server(self) -> None:
         """Wait for a server that dies, so that the next ranks get another one."""
@@ -408,8 +413,10 @@ class ProcessLauncher:
 
     def forget(self, started: StartedRank) -> None:
         """Remove a rank that is gone, and end processes of its tests that its own end has not reached."""
-        if not is_running(started.pid):  # else a rank that was started since may have its number
-            Path(f"{self.directory}/ranks/{started.pid}").unlink(missing_ok=True)
+        file = Path(f"{self.directory}/ranks/{started.pid}")
+        with contextlib.suppress(FileNotFoundError):
+            if file.read_text() in ("", started.began):  # else a rank that was started since has its number
+                file.unlink()
         parent = server_pid()
         if self.forks and parent is not None:
             end(lambda: self._strays(parent), patience=0.0)
@@ -422,7 +429,7 @@ class ProcessLauncher:
         """Do nothing: there is one host."""
 
     def _strays(self, server_pid: int) -> set[int]:
-        """Return the server's children that are no ranks; each rank makes a file named after its pid."""
+        """Return the server's children that are no ranks; each rank has a file named after its pid."""
         try:
             ranks = {int(name) for name in os.listdir(f"{self.directory}/ranks")}
         except FileNotFoundError:  # removed: which of them are ranks is not known

@@ -22,7 +22,7 @@ from pathlib import Path
 
 from lockstep.launch.limits import explain
 from lockstep.launch.multiprocessing_internals import STRAY_CHILD_WARNING
-from lockstep.process_tree import adopt_orphans, children_of, end
+from lockstep.process_tree import adopt_orphans, children_of, end, kill_group
 
 SETUP_VARIABLE = "LOCKSTEP_SERVER"
 LAST_WORDS = "server.died"
@@ -148,8 +148,8 @@ def _leave(server_pid: int, directory: str) -> None:
     if os.getpid() != server_pid:
         return
     for entry in Path(directory).glob("ranks/*"):
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(int(entry.name), signal.SIGKILL)
+        with contextlib.suppress(FileNotFoundError):
+            kill_group(int(entry.name), entry.read_text())
     end(lambda: children_of(server_pid), patience=0.0)
     shutil.rmtree(directory, ignore_errors=True)
     os._exit(0)  # tearing down an interpreter full of torch takes 0.1 s

@@ -131,7 +131,7 @@ class RemoteRank:
         self.wire = wire
         self.host = host.info.name
         self.moved = spec.place.moved if spec.place is not None else ()
-        self.pid = 0
+        self.pid, self.began = 0, ""
         self.is_lost = False
         self.sentinel = end.fileno()
         self._host = host

@@ -240,10 +240,9 @@ def test_the_proof_of_a_host_cannot_be_taken_to_an_agent(between: Callable[..., 
 def test_an_agent_forgets_the_ranks_that_are_gone() -> None:
     agent = Agent(HERE, 2, RIGHT)
     agent._launcher = launcher = ProcessLauncher("spawn", RankProgram("module:rank"))
-    gone = 1 << 22  # the least number that no process of Linux has
-    rank = Path(launcher.directory, "ranks", str(gone))
+    rank = Path(launcher.directory, "ranks", "7")
     rank.touch()
-    agent.forget(Mock(pid=gone))
+    agent.forget(Mock(pid=7))
     assert not rank.exists()
     agent._launcher = None
     agent.close()

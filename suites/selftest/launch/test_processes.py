@@ -17,6 +17,7 @@ from typing import Any
 
 import pytest
 
+from lockstep import process_tree
 from lockstep.exceptions import LaunchError
 from lockstep.launch import bootstrap, limits, processes, server
 from lockstep.launch.bootstrap import hold
@@ -111,7 +112,7 @@ def test_a_killed_rank_ends_with_what_it_has_started(tmp_path: Path) -> None:
         below = int(process.stdout.readline())
         child: Any = Child(process.pid)
         wire: Any = SimpleNamespace(close=lambda: closed.append("wire"))
-        rank = RankProcess(ChildProcess(child, lambda: True), wire)
+        rank = RankProcess(ChildProcess(child, lambda: True), wire, "")
         assert (rank.pid, rank.is_alive(), rank.exitcode, rank.host) == (process.pid, True, None, "")
         assert rank.state() in ("S", "D", "R")
         descriptor = os.pidfd_open(below)
@@ -129,14 +130,24 @@ def test_a_killed_rank_ends_with_what_it_has_started(tmp_path: Path) -> None:
 
 def test_a_process_that_has_got_the_number_of_a_rank_lives_on(launcher: Any, sleeping: Any) -> None:
     file = Path(launcher.directory, "ranks", str(sleeping.pid))
-    file.touch()
+    file.write_text(process_tree.start_of(sleeping.pid))
     ended: Any = SimpleNamespace(pid=sleeping.pid, is_alive=lambda: False)
-    rank = RankProcess(ended, None)  # type: ignore[arg-type]
+    rank = RankProcess(ended, None, "1")  # type: ignore[arg-type]
     rank.kill()
     launcher.forget(rank)
-    assert (sleeping.poll(), file.exists()) == (None, True)
-    sleeping.kill()
-    sleeping.wait()
+    assert file.exists()
+    sleeping.terminate()
+    assert sleeping.wait() == -signal.SIGTERM  # the first signal counts
+
+
+def test_a_rank_that_only_seems_to_have_ended_is_killed(launcher: Any, sleeping: Any) -> None:
+    """Without descriptors of processes, all that a server has forked seem so once it is gone."""
+    file = Path(launcher.directory, "ranks", str(sleeping.pid))
+    file.write_text(process_tree.start_of(sleeping.pid))
+    unknown: Any = SimpleNamespace(pid=sleeping.pid, is_alive=lambda: False)
+    rank = RankProcess(unknown, None, file.read_text())  # type: ignore[arg-type]
+    rank.kill()
+    assert sleeping.wait() == -signal.SIGKILL
     launcher.forget(rank)
     assert not file.exists()
 
@@ -148,15 +159,16 @@ def test_a_group_is_killed_though_its_leader_has_ended() -> None:
     ) as leader:
         assert leader.stdout is not None
         below = os.pidfd_open(int(leader.stdout.readline()))
-        leader.wait()
-        RankProcess(SimpleNamespace(pid=leader.pid, is_alive=lambda: False), None).kill()  # type: ignore[arg-type]
+        leader.wait()  # what it has started ends by itself, if it is not killed
+        ended: Any = SimpleNamespace(pid=leader.pid, is_alive=lambda: False)
+        RankProcess(ended, None, "1").kill()  # type: ignore[arg-type]
         assert processes.wait([below], 10)
         os.close(below)
 
 
 def test_a_rank_is_as_its_process() -> None:
     child: Any = Child(5, sentinel=9, code=3)
-    rank = RankProcess(child, None)  # type: ignore[arg-type]
+    rank = RankProcess(child, None, "")  # type: ignore[arg-type]
     rank.join(0.5)
     assert (rank.pid, rank.sentinel, rank.exitcode, child.done) == (5, 9, 3, [0.5])
     assert (rank.is_lost, rank.moved) == (False, ())
@@ -281,18 +293,17 @@ def test_what_tests_left_ends_with_their_rank(launcher: Any, monkeypatch: pytest
     ended: list[tuple[set[int], float]] = []
     monkeypatch.setattr(processes, "end", lambda pids, patience: ended.append((pids(), patience)))
     monkeypatch.setattr(processes, "children_of", lambda pid: {1, 2, 3})
-    monkeypatch.setattr(processes, "is_running", lambda pid: False)
     ranks = Path(launcher.directory, "ranks")
     for pid in (1, 2):
         (ranks / str(pid)).touch()
-    launcher.forget(SimpleNamespace(pid=1))
+    launcher.forget(SimpleNamespace(pid=1, began=""))
     assert (ended, [each.name for each in ranks.iterdir()]) == ([], ["2"])
     monkeypatch.setattr(processes, "server_pid", lambda: 7)
-    launcher.forget(SimpleNamespace(pid=1))
+    launcher.forget(SimpleNamespace(pid=1, began=""))
     processes.shutil.rmtree(launcher.directory)
-    launcher.forget(SimpleNamespace(pid=1))
+    launcher.forget(SimpleNamespace(pid=1, began=""))
     launcher.forks = False
-    launcher.forget(SimpleNamespace(pid=1))
+    launcher.forget(SimpleNamespace(pid=1, began=""))
     assert ended == [({1, 3}, 0.0), (set(), 0.0)]
 
 
@@ -319,7 +330,7 @@ def test_a_rank_that_a_thread_lends_gets_the_loan(launcher: Any, monkeypatch: py
 
     def process(**given: Any) -> Any:
         made.append(given)
-        return SimpleNamespace(start=lambda: made.append("start"), pid=None, sentinel=0)
+        return SimpleNamespace(start=lambda: made.append("start"), pid=0, sentinel=0)
 
     monkeypatch.setattr(launcher, "_context", SimpleNamespace(Pipe=lambda: ends, Process=process))
     launcher.loan = loan = SimpleNamespace(rank=1)

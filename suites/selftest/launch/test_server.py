@@ -160,8 +160,12 @@ def test_a_server_that_ends_kills_the_ranks_that_are_left(
     monkeypatch.setattr(server, "children_of", lambda pid: {pid})
     monkeypatch.setattr(server, "end", lambda pids, patience: killed.append((pids(), patience)))
     (tmp_path / "d" / "ranks").mkdir(parents=True)
-    for pid in (7, 8):
-        (tmp_path / "d" / "ranks" / str(pid)).touch()
+    for pid, began in (
+        (7, ""),
+        (8, ""),
+        (os.getpid(), "1"),
+    ):  # the last is another process by now
+        (tmp_path / "d" / "ranks" / str(pid)).write_text(began)
     server._leave(os.getpid() + 1, str(tmp_path / "d"))
     assert killed == []
     with pytest.raises(Exited):

@@ -39,7 +39,7 @@ def ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Rank
     facts = {"pid": 1, "sentinel": theirs.fileno(), "exitcode": None}  # not ready: it is alive
     process: Any = SimpleNamespace(**facts, join=lambda timeout: None)
     with ours, theirs:
-        yield RankHandle(spec, RankProcess(process, ours)), theirs
+        yield RankHandle(spec, RankProcess(process, ours, "")), theirs
 
 
 def test_a_rank_that_does_not_read_does_not_block_the_controller(ends: tuple[RankHandle, Connection]) -> None:

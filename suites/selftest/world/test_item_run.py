@@ -148,7 +148,7 @@ def test_a_rank_that_a_debugger_has_attached_to_is_not_stopped() -> None:
     ours, _theirs = multiprocessing.Pipe()
     with subprocess.Popen(["sleep", "100"]) as process:
         of_popen: Any = SimpleNamespace(pid=process.pid, sentinel=0)
-        started = RankProcess(of_popen, ours)
+        started = RankProcess(of_popen, ours, "")
         spec: Any = SimpleNamespace(rank=0, path_of=lambda file: "")
         rank = RankHandle(spec, started)
         try:
