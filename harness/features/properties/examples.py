@@ -117,7 +117,7 @@ class Examples:
         self._rank.begin_case(case, case)
         self.running.begin(self._run, self._count)
         attempt.run(runner, function)
-        with unexplained():  # how ranks free and meet each other after a failure says nothing of its cause
+        with unexplained():  # that ranks free and meet each other after a failure does not explain it
             votes, results = self._vote(attempt, case)
             self.running.end()
             has_failed = any(vote.outcome == "failed" for vote in votes)

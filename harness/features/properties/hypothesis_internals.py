@@ -77,24 +77,26 @@ def exclude_from_explanations(*folders: str) -> None:
 
 @contextlib.contextmanager
 def unexplained() -> Iterator[None]:
-    """Keep the lines that run inside out of the explain phase.
+    """Keep the lines that run inside out of the explain phase; coverage and debuggers see them.
 
-    If it moves: what `Tracer.__enter__` installs.
+    If it moves: what `Tracer.trace` asks of a file, and what `Tracer.__enter__` installs.
     """
     if sys.version_info < (3, 12):
-        tracer = sys.gettrace()
-        sys.settrace(None)
+        should_trace = scrutineer.should_trace_file
+        scrutineer.should_trace_file = functools.cache(lambda filename: False)
         try:
             yield
         finally:
-            sys.settrace(tracer)
-    else:
+            scrutineer.should_trace_file = should_trace
+    elif sys.monitoring.get_tool(scrutineer.MONITORING_TOOL_ID) == "scrutineer":
         of_lines = scrutineer.MONITORING_TOOL_ID, sys.monitoring.events.LINE
         callback = sys.monitoring.register_callback(*of_lines, None)
         try:
             yield
         finally:
             sys.monitoring.register_callback(*of_lines, callback)
+    else:
+        yield
 
 
 # The data of one example

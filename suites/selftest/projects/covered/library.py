@@ -17,5 +17,10 @@ def before_the_end(rank):
     return "a line that ran in the test before this rank was killed"
 
 
+def after_a_property(holds):
+    holds()
+    return "a line behind the examples of a property"
+
+
 def never():
     return "a line that never runs"

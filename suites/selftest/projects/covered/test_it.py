@@ -3,6 +3,8 @@ import signal
 
 import library
 import pytest
+from hypothesis import given
+from hypothesis.strategies import integers
 
 
 def test_plain():
@@ -13,6 +15,15 @@ def test_plain():
 def test_ranks(world):
     library.on_rank(world.rank)
     import only_on_ranks  # noqa: F401
+
+
+@pytest.mark.ranks(2)
+def test_property(world):
+    @given(integers())
+    def holds(number):
+        pass
+
+    library.after_a_property(holds)
 
 
 @pytest.mark.ranks(2)
