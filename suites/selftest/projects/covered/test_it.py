@@ -17,6 +17,7 @@ def test_ranks(world):
     import only_on_ranks  # noqa: F401
 
 
+@pytest.mark.filterwarnings("ignore:It looks like `register_random`")  # of Hypothesis itself, on Python 3.14
 @pytest.mark.ranks(2)
 def test_property(world):
     @given(integers())
