@@ -46,14 +46,20 @@ def with_descendants(pids: set[int]) -> set[int]:
     return found
 
 
+def stat_of(pid: int) -> list[str]:
+    """Return the fields of /proc/PID/stat from the third, the state, on; none where there is no process."""
+    with contextlib.suppress(OSError):
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return []
+
+
 def start_of(pid: int) -> str:
     """Return when a process started, in the kernel's ticks since it booted, a process not waited for too.
 
     With its number this names a process for ever; it is "" where there is no such process, or no /proc.
     """
-    with contextlib.suppress(OSError):
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19]  # "starttime" in proc(5)
-    return ""
+    stat = stat_of(pid)
+    return stat[19] if stat else ""  # "starttime"
 
 
 def kill_group(leader: int, began: str) -> None:
@@ -69,11 +75,8 @@ def kill_group(leader: int, began: str) -> None:
 
 def is_running(pid: int) -> bool:
     """Return whether a process exists and has not ended; one that was not waited for yet (a zombie) has."""
-    try:
-        status = Path(f"/proc/{pid}/stat").read_text()
-    except OSError:
-        return False
-    return status.rpartition(")")[2].split()[0] not in ("Z", "X")
+    stat = stat_of(pid)
+    return bool(stat) and stat[0] not in ("Z", "X")
 
 
 def end(roots: Callable[[], set[int]], patience: float) -> None:

@@ -37,7 +37,7 @@ from lockstep.launch.multiprocessing_internals import (
     without_main_module,
 )
 from lockstep.place import Moved
-from lockstep.process_tree import children_of, end, kill_group, start_of, with_descendants
+from lockstep.process_tree import children_of, end, kill_group, start_of, stat_of, with_descendants
 from lockstep.specification import RankSpec, WorldKey
 
 DYING = 2.0
@@ -186,9 +186,8 @@ class RankProcess:
         self.process.join(timeout)
 
     def state(self) -> str:
-        with contextlib.suppress(OSError):
-            return Path(f"/proc/{self.pid}/stat").read_text().rpartition(")")[2].split()[0]
-        return ""
+        stat = stat_of(self.pid)
+        return stat[0] if stat else ""
 
     def signal(self, number: int) -> None:
         os.kill(self.pid, number)

@@ -6,17 +6,15 @@ end soon: without `--world-timeout`, time runs while no process computes.
 
 from __future__ import annotations
 
-import contextlib
 import os
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 
 import pytest
 
 from lockstep.options import DEFAULTS
-from lockstep.process_tree import with_descendants
+from lockstep.process_tree import stat_of, with_descendants
 
 WITHIN = 300.0
 """Seconds after which even processes that compute are ended, without `--world-timeout`."""
@@ -72,7 +70,7 @@ def processor_time(pids: set[int]) -> float:
     """Return the seconds for which processes and those below them have run, ended children included."""
     ticks = 0
     for pid in with_descendants(pids):
-        with contextlib.suppress(OSError):
-            fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-            ticks += sum(map(int, fields[11:15]))  # utime, stime and those of children, see proc_pid_stat(5)
+        ticks += sum(
+            map(int, stat_of(pid)[11:15])
+        )  # utime, stime and those of children, see proc_pid_stat(5)
     return ticks / os.sysconf("SC_CLK_TCK")

@@ -160,11 +160,8 @@ def test_a_server_that_ends_kills_the_ranks_that_are_left(
     monkeypatch.setattr(server, "children_of", lambda pid: {pid})
     monkeypatch.setattr(server, "end", lambda pids, patience: killed.append((pids(), patience)))
     (tmp_path / "d" / "ranks").mkdir(parents=True)
-    for pid, began in (
-        (7, ""),
-        (8, ""),
-        (os.getpid(), "1"),
-    ):  # the last is another process by now
+    of_another = (os.getpid(), "1")  # the number of a rank that had started at another time
+    for pid, began in ((7, ""), (8, ""), of_another):
         (tmp_path / "d" / "ranks" / str(pid)).write_text(began)
     server._leave(os.getpid() + 1, str(tmp_path / "d"))
     assert killed == []

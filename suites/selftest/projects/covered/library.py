@@ -1,5 +1,7 @@
 """Lines that run in the controller, on one rank, before a rank is killed, and never."""
 
+import contextlib
+
 
 def in_the_controller():
     return "a line of the controller's"
@@ -18,7 +20,8 @@ def before_the_end(rank):
 
 
 def after_a_property(holds):
-    holds()
+    with contextlib.suppress(Exception):
+        holds()
     return "a line behind the examples of a property"
 
 
